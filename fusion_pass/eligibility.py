@@ -1,0 +1,193 @@
+"""Whether the kernel can run a recognised gated attention. Each guard gives a reason or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion_pass.config import Config
+from fusion_pass.launch import Unlaunchable, device_limits
+from fusion_pass.patterns import Decline, GatedAttention, Reason
+from fusion_pass.patterns.trace import shape, source, tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_QUERY_TOKENS = 1
+MAX_GROUP = 64
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 512, 8
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the guards look at besides the match: the graph, the settings and the way of running."""
+
+    graph: Graph
+    config: Config
+    is_inference: bool
+
+    @cached_property
+    def _position(self) -> dict[Node, int]:
+        return {node: index for index, node in enumerate(self.graph.nodes)}
+
+    @cached_property
+    def _mutations(self) -> tuple[tuple[int, Node], ...]:
+        """Every in-place write as (position, the value whose storage it writes)."""
+        return tuple(
+            (self._position[node], storage_root(written))
+            for node in self.graph.nodes
+            for written in _written(node)
+        )
+
+    def mutated_before(self, operand: Node, reader: Node) -> bool:
+        """Whether the storage of `operand` is written after it is made and before `reader`."""
+        root, first, last = storage_root(operand), self._position[operand], self._position[reader]
+        return any(written is root and first < at < last for at, written in self._mutations)
+
+
+def storage_root(node: Node) -> Node:
+    """The value whose storage `node` is a view of."""
+    while True:
+        origin = source(node) or _viewed(node)
+        if origin is None:
+            return node
+        node = origin
+
+
+def _viewed(node: Node) -> Node | None:
+    """The first input of an operator that returns a view, or of taking one of several results."""
+    if not node.all_input_nodes:
+        return None
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.all_input_nodes[0] if node.op == "call_function" else None
+    aliases = any(result.alias_info is not None for result in schema.returns)
+    return node.all_input_nodes[0] if aliases else None
+
+
+def _written(node: Node) -> Iterator[Node]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for position, argument in enumerate(schema.arguments):
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if argument.is_write and isinstance(value, Node):
+            yield value
+
+
+def operands(match: GatedAttention) -> list[Node]:
+    """Every node that the fused operator would read."""
+    found = [
+        match.attention.query,
+        match.key_value.key.node,
+        match.key_value.value.node,
+        match.gate.logits.node,
+    ]
+    return found + ([match.mask.operand.node] if match.mask else [])
+
+
+def check_purpose(context: Context) -> Decline | None:
+    """Whether the graph is for inference, whatever is in it."""
+    if context.is_inference:
+        return None
+    return Decline(
+        Reason.TRAINING, "a gradient may be needed; run under torch.no_grad() or inference_mode()"
+    )
+
+
+def check(match: GatedAttention, context: Context) -> Decline | None:
+    """The first reason why the kernel cannot run `match`, or None if it can."""
+    for guard in _GUARDS:
+        if refusal := guard(match, context):
+            return refusal
+    return None
+
+
+def _mixed_devices(match: GatedAttention, context: Context) -> Decline | None:
+    devices = sorted({str(tensor(node).device) for node in operands(match)})
+    if len(devices) == 1:
+        return None
+    return Decline(Reason.MIXED_DEVICES, f"the operands are on {', '.join(devices)}")
+
+
+def _device(match: GatedAttention, context: Context) -> Decline | None:
+    device = tensor(match.attention.query).device
+    if device.type not in context.config.devices:
+        return Decline(
+            Reason.DEVICE,
+            f"it runs on {device.type}; the setting devices is {', '.join(context.config.devices)}",
+        )
+    if device.type == "cpu":
+        return None
+    try:
+        device_limits(device)
+    except Unlaunchable as unsupported:
+        return Decline(Reason.DEVICE, str(unsupported))
+    return None
+
+
+def _dtype(match: GatedAttention, context: Context) -> Decline | None:
+    attention = match.attention
+    found = {tensor(node).dtype for node in (attention.query, attention.key, attention.value)}
+    if len(found) == 1 and found <= set(DTYPES):
+        return None
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+    return Decline(
+        Reason.DTYPE,
+        f"query, key and value are {names}; one of bfloat16, float16, float32 is needed",
+    )
+
+
+def _query_tokens(match: GatedAttention, context: Context) -> Decline | None:
+    tokens = match.attention.query_tokens
+    if isinstance(tokens, int) and 1 <= tokens <= MAX_QUERY_TOKENS:
+        return None
+    return Decline(
+        Reason.QUERY_TOKENS,
+        f"{tokens} query tokens; the decode kernel takes at most {MAX_QUERY_TOKENS}",
+    )
+
+
+def _head_dim(match: GatedAttention, context: Context) -> Decline | None:
+    for dim in (shape(match.attention.query)[3], match.attention.value_dim):
+        whole = isinstance(dim, int) and dim % HEAD_DIM_STEP == 0
+        if not (whole and MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM):
+            return Decline(
+                Reason.HEAD_DIM,
+                f"head_dim {dim} is not a multiple of {HEAD_DIM_STEP} "
+                f"from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
+            )
+    return None
+
+
+def _group(match: GatedAttention, context: Context) -> Decline | None:
+    heads = match.attention.query_heads
+    if isinstance(heads, int) and heads // match.key_value.heads <= MAX_GROUP:
+        return None
+    return Decline(
+        Reason.GROUP,
+        f"{heads} query heads share {match.key_value.heads} K/V heads; "
+        f"at most {MAX_GROUP} may share one",
+    )
+
+
+def _mutation(match: GatedAttention, context: Context) -> Decline | None:
+    for operand in operands(match):
+        if context.mutated_before(operand, match.gate.product.node):
+            return Decline(
+                Reason.MUTATION, f"{operand.name} is written in place before the gated product"
+            )
+    return None
+
+
+_GUARDS: tuple[Callable[[GatedAttention, Context], Decline | None], ...] = (
+    _mixed_devices,
+    _device,
+    _dtype,
+    _query_tokens,
+    _head_dim,
+    _group,
+    _mutation,
+)

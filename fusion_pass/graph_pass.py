@@ -1,0 +1,156 @@
+"""The Inductor pass: recognise, ask whether the kernel can, rewrite, report."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch.fx import Graph, Node
+
+from fusion_pass import __version__, eligibility, lowering, patterns, rewrite
+from fusion_pass.config import Config, ConfigError
+from fusion_pass.inductor import InferenceGraphPass, traced_for_inference
+from fusion_pass.patterns import Decline, GatedAttention, Reason, Recognition
+from fusion_pass.patterns.trace import has_tensor, tensor
+from fusion_pass.report import GraphReport, Site, publish
+
+_logger = logging.getLogger("fusion_pass")
+
+
+class GatedAttentionPass(InferenceGraphPass):
+    """Fuses every gated attention of a post-grad graph that the kernel can run.
+
+    For stock Inductor: `options={"post_grad_custom_pre_pass": GatedAttentionPass()}`. Settings are
+    a `Config` or its fields as keywords; without either they come from the environment.
+
+    Raises:
+        ConfigError: an unknown or invalid setting, or both a Config and keywords.
+    """
+
+    def __init__(self, config: Config | None = None, **settings: Any) -> None:
+        if config is not None and settings:
+            raise ConfigError("give GatedAttentionPass either a Config or settings, not both")
+        self.config = config or Config.from_environment(**settings)
+
+    def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
+        """Rewrite `graph` in place; what does not match stays as it is.
+
+        `is_inference` says that no gradient will be needed; None asks the compilation under way.
+        """
+        if not self.config.enabled:
+            return
+        attentions = [node for node in graph.nodes if patterns.is_attention(node)]
+        before = str(graph) if attentions and self.config.dump else ""
+        if is_inference is None:
+            is_inference = traced_for_inference()
+        context = eligibility.Context(graph, self.config, is_inference)
+        report = GraphReport(tuple(self._visit(graph, node, context) for node in attentions))
+        after = str(graph) if attentions and self.config.dump else ""
+        publish(report, before, after, self.config)
+
+    def uuid(self) -> Any:
+        """What the rewrite depends on: every source file of the package, and the settings."""
+        return source_digest(), self.config.cache_key(), _capability()
+
+    def _visit(self, graph: Graph, node: Node, context: eligibility.Context) -> Site:
+        """Fuse the attention at `node` if it can be; a fault leaves the graph as it was."""
+        unknown = Recognition(node, None, Decline(Reason.INTERNAL, "recognition failed"))
+        site = _describe(unknown)
+        try:
+            found = patterns.recognise(node) or unknown
+            site = _describe(found)
+            refusal = self._fuse(graph, found, context)
+        except Exception as fault:
+            if self.config.strict:
+                raise
+            _logger.warning("%s is left as it was: %s", node.name, fault, exc_info=True)
+            refusal = Decline(Reason.INTERNAL, f"{type(fault).__name__}: {fault}")
+        if refusal is None:
+            return replace(site, fused=True)
+        return replace(site, reason=refusal.reason.value, detail=refusal.detail)
+
+    def _fuse(
+        self, graph: Graph, found: Recognition, context: eligibility.Context
+    ) -> Decline | None:
+        if refusal := eligibility.check_purpose(context):
+            return refusal
+        match = found.outcome
+        if isinstance(match, Decline):
+            return match
+        if refusal := eligibility.check(match, context):
+            return refusal
+        plan = rewrite.plan(match)
+        if isinstance(plan, Decline):
+            return plan
+        lowering.register()
+        emulates_eager = inductor_config.emulate_precision_casts
+        rewrite.fuse(graph, plan, "eager" if emulates_eager else self.config.numerics)
+        return None
+
+
+def _describe(found: Recognition) -> Site:
+    """The attention and its operands before any rewriting, not fused so far."""
+    attention = found.attention
+    match = found.outcome if isinstance(found.outcome, GatedAttention) else None
+    stored = match.key_value if match else None
+    return Site(
+        attention=found.node.name,
+        producer=attention.producer if attention else str(found.node.target),
+        fused=False,
+        reason=None,
+        detail="",
+        query=_spell(attention.query) if attention else "",
+        key=_spell(stored.key.node if stored else attention.key) if attention else "",
+        value=_spell(stored.value.node if stored else attention.value) if attention else "",
+        gate=_spell(match.gate.logits.node) if match else None,
+        mask=_spell(match.mask.operand.node) if match and match.mask else None,
+        source=_source(found.node),
+    )
+
+
+def _spell(node: Node) -> str:
+    if not has_tensor(node):
+        return ""
+    value = tensor(node)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
+
+
+def _source(node: Node) -> str | None:
+    """The innermost line of the user's code that calls the attention, as `file:line`."""
+    trace = node.meta.get("stack_trace")
+    if not trace:
+        return None
+    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return None
+    file, _, rest = lines[-1].removeprefix("File ").partition(", line ")
+    return f"{file.strip(chr(34))}:{rest.partition(',')[0]}"
+
+
+@functools.cache
+def source_digest() -> str:
+    """A hash of the version and of every source file of fusion_pass and fusion_pass.patterns."""
+    digest = hashlib.sha256(__version__.encode())
+    for path in sorted(_sources()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources() -> Iterable[Path]:
+    for module in (rewrite, patterns):
+        assert module.__file__ is not None
+        yield from Path(module.__file__).parent.rglob("*.py")
+
+
+@functools.cache
+def _capability() -> tuple[int, int] | None:
+    """The current GPU's compute capability, on which the choice of kernels rests."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None

@@ -1,0 +1,123 @@
+"""The private torch APIs that the ways in rest on, each behind one small name."""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._guards
+import torch._inductor.config
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as _InferenceBase
+else:
+    # torch 2.11 has no pass that is told whether the graph is for inference.
+    _InferenceBase = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+
+SLOT = "post_grad_custom_pre_pass"
+"""The Inductor setting that holds the first passes over a post-grad graph."""
+
+
+class InferenceGraphPass(_InferenceBase):
+    """A pass over a post-grad graph that treats training and inference differently.
+
+    Inductor calls it with `is_inference`, except torch 2.11's, which passes the graph alone:
+    then `is_inference` is None, and `traced_for_inference()` answers.
+    """
+
+    @abstractmethod
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
+        """Rewrites `graph` in place."""
+
+    @abstractmethod
+    def uuid(self) -> Any | None:
+        """A picklable identity of the rewrite for Inductor's caches; None switches them off."""
+
+
+_TOLD = InferenceGraphPass if _InferenceBase is CustomGraphPass else _InferenceBase
+
+
+class PassChain(InferenceGraphPass):
+    """Several passes in one slot, run in order. Nested chains, lists and tuples are flattened."""
+
+    def __init__(self, *passes: object) -> None:
+        self.passes = tuple(flatten(passes))
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
+        """Runs every pass on `graph`, with `is_inference` for those that take it."""
+        if is_inference is None:
+            is_inference = traced_for_inference()
+        for member in self.passes:
+            if isinstance(member, _TOLD):
+                member(graph, is_inference)
+            else:
+                member(graph)
+
+    def uuid(self) -> tuple[Any, ...] | None:
+        """The members' identities in order; None if any of them has none."""
+        uuids = tuple(
+            member.uuid() if isinstance(member, CustomGraphPass) else None for member in self.passes
+        )
+        return uuids if all(uuids) else None
+
+
+def flatten(slot: object) -> Iterator[Any]:
+    """The passes that a slot holds: none, one, a list or tuple of them, or a `PassChain`."""
+    if isinstance(slot, PassChain):
+        yield from slot.passes
+    elif isinstance(slot, (list, tuple)):
+        for member in slot:
+            yield from flatten(member)
+    elif slot is not None:
+        yield slot
+
+
+def current_slot() -> object:
+    """What Inductor's global settings hold in the slot, in this thread."""
+    return getattr(torch._inductor.config, SLOT)
+
+
+def patched_slot(slot: object) -> AbstractContextManager[None]:
+    """Puts `slot` into Inductor's global settings, in this thread, until the context ends."""
+    patch: AbstractContextManager[None] = torch._inductor.config.patch({SLOT: slot})
+    return patch
+
+
+def stock_compiler(mode: str | None, options: dict[str, Any]) -> Any:
+    """What `torch.compile(backend="inductor", mode=mode, options=options)` compiles graphs with.
+
+    Its `config` is the dict of Inductor settings that the two amount to; calling it with a graph
+    module and example inputs compiles with them.
+
+    Raises:
+        RuntimeError: an unknown mode or option, or an option of the wrong type.
+    """
+    return torch._TorchCompileInductorWrapper(mode, options, None)
+
+
+def reset_cuda_graphs() -> None:
+    """Drops the CUDA graphs that Inductor recorded in this thread, if it recorded any."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is not None:
+        trees.reset_cudagraph_trees()
+
+
+def traced_for_inference() -> bool:
+    """Whether the graph being compiled needs no gradient; True outside a compile.
+
+    Only torch 2.11 keeps a record of it; later ones tell each pass instead.
+    """
+    context = torch._guards.TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    return not getattr(metadata, "is_train", False)
+
+
+def emulates_eager_rounding() -> bool:
+    """Whether Inductor is set to round every intermediate as eager torch does."""
+    return bool(torch._inductor.config.emulate_precision_casts)

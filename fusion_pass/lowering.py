@@ -1,0 +1,119 @@
+"""The Inductor lowering: the fused operator becomes Triton launches, with no Python dispatch.
+
+The only place for the private Inductor APIs that lowering rests on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusion_pass import launch
+from fusion_pass.launch import Launch, Operand
+
+if TYPE_CHECKING:
+    from torch._inductor.ir import TensorBox
+
+OPERATOR = torch.ops.fusion_pass.gated_decode_attention.default
+
+
+@functools.cache
+def register() -> None:
+    """Tell Inductor how to lower the operator. Idempotent."""
+    from torch._inductor.lowering import register_lowering
+
+    register_lowering(OPERATOR, type_promotion_kind=None)(_lower)
+
+
+def _lower(
+    query: TensorBox,
+    key: TensorBox,
+    value: TensorBox,
+    gate: TensorBox,
+    mask: TensorBox | None,
+    **modes: Any,
+) -> Any:
+    device = query.get_device_or_error()
+    if device.type != "cuda":
+        return _call_operator(query, key, value, gate, mask, **modes)
+    operands = {
+        "query": _operand(query),
+        "key": _operand(key),
+        "value": _operand(value),
+    }
+    masking = None if mask is None else _operand(mask)
+    problem = launch.problem_of(**operands, mask=masking)
+    config = launch.choose(problem, launch.device_limits(device))
+    batch, heads, tokens, _ = operands["query"].size
+    output = _empty((batch, tokens, heads, operands["value"].size[3]), query.get_dtype(), device)
+    sizes = launch.scratch_sizes(config, operands["query"], operands["value"])
+    scratch = {name: _empty(size, torch.float32, device) for name, size in sizes.items()}
+    for step in launch.launches(
+        config,
+        **operands,
+        gate=_operand(gate),
+        mask=masking,
+        output=output,
+        **scratch,
+        **modes,
+        input_precision=launch.float32_precision(query.get_dtype(), device),
+    ):
+        _emit(step)
+    return output
+
+
+def _call_operator(*operands: Any, **modes: Any) -> Any:
+    """A call of the operator itself from the generated code, for devices without the kernels."""
+    from torch._inductor.lowering import fallback_handler
+
+    return fallback_handler(OPERATOR, add_to_fallback_set=False)(*operands, **modes)
+
+
+def _operand(box: TensorBox) -> Operand:
+    """`box` in memory, with the strides that it really gets: its layout cannot change any more."""
+    from torch._inductor.ir import ExternKernel, InputsKernel, TensorBox
+
+    stored = InputsKernel.unwrap_storage_for_input(ExternKernel.realize_input(box))
+    stored.freeze_layout()
+    return Operand(
+        TensorBox.create(stored),
+        tuple(stored.get_size()),
+        tuple(stored.get_stride()),
+        stored.get_dtype(),
+    )
+
+
+def _empty(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """An uninitialised contiguous buffer, for which no kernel runs."""
+    from torch._inductor.lowering import empty_strided
+
+    return empty_strided(list(size), None, dtype=dtype, device=device)
+
+
+def _emit(step: Launch) -> None:
+    """Add one kernel launch to the graph being lowered."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+    from torch._inductor.ir import UserDefinedTritonKernel
+
+    kernel = _configured(step.kernel, step.num_warps, step.num_stages)
+    UserDefinedTritonKernel(
+        kernel_idx=kernel_side_table.add_kernel(kernel),
+        grid=[step.grid],
+        tma_descriptor_metadata={},
+        kernel_args=step.arguments,
+    )
+
+
+@functools.cache
+def _configured(kernel: Any, num_warps: int, num_stages: int) -> Any:
+    """`kernel` with its warps and stages as an autotuner's only choice.
+
+    Given as kernel arguments, Inductor drops both without a word.
+    """
+    import triton
+
+    config = triton.Config({}, num_warps=num_warps, num_stages=num_stages)
+    return triton.autotune(configs=[config], key=[])(kernel)

@@ -1,0 +1,135 @@
+"""What the pass did to a graph, and where it is told: counters, log and dump."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fusion_pass import __version__
+from fusion_pass.config import Config, configure_logging, warn_once
+
+SCHEMA = 1
+
+_logger = logging.getLogger("fusion_pass")
+_graph_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention of a graph, and what became of it.
+
+    Attributes:
+        attention: name of the attention's node in the graph before the pass.
+        producer: what computes the attention, such as "cudnn" or "cpu-flash".
+        fused: whether the fused op replaced it.
+        reason: why it was left alone, such as "silu-gate"; None where it was fused.
+        detail: the reason's particulars in words; may be empty.
+        query, key, value, gate, mask: dtype and sizes, as in "bfloat16[8, 16, 1, 256]"; None
+            where the attention has no gate or no mask, or none was recognised.
+        source: where the user's code calls the attention, as "file:line", if the graph tells.
+    """
+
+    attention: str
+    producer: str
+    fused: bool
+    reason: str | None
+    detail: str
+    query: str
+    key: str
+    value: str
+    gate: str | None
+    mask: str | None
+    source: str | None
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """Every attention of one graph, in the graph's order."""
+
+    sites: tuple[Site, ...]
+
+    @property
+    def fused(self) -> int:
+        """How many attentions the fused op replaced."""
+        return sum(site.fused for site in self.sites)
+
+    @property
+    def declined(self) -> int:
+        """How many attentions were left as they were."""
+        return len(self.sites) - self.fused
+
+    def reasons(self) -> Counter[str]:
+        """How many attentions were left alone for each reason."""
+        return Counter(site.reason or "unknown" for site in self.sites if not site.fused)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-serialisable data; "schema" changes when a key does."""
+        return {
+            "schema": SCHEMA,
+            "fusion_pass": __version__,
+            "torch": torch.__version__,
+            "fused": self.fused,
+            "declined": self.declined,
+            "sites": [asdict(site) for site in self.sites],
+        }
+
+    def summary(self) -> str:
+        """One line: "4 of 4 gated attentions fused", "1 fused, 2 declined: silu-gate x2"."""
+        if not self.sites:
+            return "no attention"
+        if not self.declined:
+            return f"{self.fused} of {len(self.sites)} gated attentions fused"
+        reasons = ", ".join(f"{reason} x{n}" for reason, n in sorted(self.reasons().items()))
+        return f"{self.fused} fused, {self.declined} declined: {reasons}"
+
+
+def publish(report: GraphReport, before: str, after: str, config: Config) -> None:
+    """Counts, logs and (with `config.dump`) writes down what happened to one graph.
+
+    `before` and `after` are the graph's text before and after the pass. Counts go to
+    `torch._dynamo.utils.counters["fusion_pass"]`. A folder that cannot be written warns once.
+    """
+    number = next(_graph_numbers)
+    _count(report)
+    configure_logging(config)
+    _log(report, number)
+    if config.dump is not None:
+        _dump(report, before, after, config.dump, number)
+
+
+def _count(report: GraphReport) -> None:
+    from torch._dynamo.utils import counters
+
+    counts = Counter(fused=report.fused, declined=report.declined)
+    counts.update({f"declined: {reason}": n for reason, n in report.reasons().items()})
+    counters["fusion_pass"].update({key: n for key, n in counts.items() if n})
+
+
+def _log(report: GraphReport, number: int) -> None:
+    level = logging.INFO if report.sites else logging.DEBUG
+    _logger.log(level, "graph %d: %s", number, report.summary())
+    for site in report.sites:
+        _logger.debug("graph %d: %s", number, site)
+
+
+def _dump(report: GraphReport, before: str, after: str, folder: str, number: int) -> None:
+    stem = os.path.join(folder, f"graph-{os.getpid()}-{number}")
+    texts = {
+        "before.txt": before,
+        "after.txt": after,
+        "report.json": json.dumps(report.to_dict(), indent=2) + "\n",
+    }
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for suffix, text in texts.items():
+            with open(f"{stem}.{suffix}", "w", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        warn_once(f"fusion_pass cannot dump graphs to {folder!r}: {error}")

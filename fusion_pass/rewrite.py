@@ -1,0 +1,212 @@
+"""Replacing one matched gated attention by one node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion_pass.patterns import (
+    Attention,
+    Conversion,
+    Decline,
+    GatedAttention,
+    Layout,
+    Operand,
+    Reason,
+    convert,
+)
+from fusion_pass.patterns.layout import Size, same
+from fusion_pass.patterns.trace import shape, tensor
+
+aten = torch.ops.aten
+
+_UNSHARED_META = ("val", "tensor_meta", "eager_input_vals")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How every operand is brought into the operator's shape, and its result into the product's."""
+
+    match: GatedAttention
+    key: Conversion
+    value: Conversion
+    mask: Conversion | None
+    gate: Conversion
+    result: Conversion
+
+
+def plan(match: GatedAttention) -> Plan | Decline:
+    """Work out the rewriting of `match` without touching the graph."""
+    attention, key_value = match.attention, match.key_value
+    key = _into(key_value.key, _STORED_AXES)
+    value = _into(key_value.value, _STORED_AXES)
+    if key is None or value is None:
+        return Decline(
+            Reason.KEY_VALUE_LAYOUT, "K or V cannot be read as (batch, heads, keys, dim)"
+        )
+    mask = None
+    if match.mask is not None:
+        mask = _into(match.mask.operand, _MASK_AXES)
+        if mask is None:
+            return Decline(
+                Reason.MASK_LAYOUT, "the mask cannot be read as (batch, heads, query tokens, keys)"
+            )
+    gate = _into(match.gate.logits, _RESULT_AXES)
+    if gate is None:
+        return Decline(
+            Reason.GATE_LAYOUT, "the gate cannot be read as (batch, query tokens, heads, dim)"
+        )
+    result = convert(_result_layout(attention), match.gate.product.layout)
+    if result is None:
+        return Decline(
+            Reason.ATTENTION_LAYOUT, "the product does not hold every element of the output once"
+        )
+    return Plan(match, key, value, mask, gate, result)
+
+
+_STORED_AXES = ("batch", "head", "key", "dim")
+_MASK_AXES = ("batch", "head", "query", "key")
+_RESULT_AXES = ("batch", "query", "head", "dim")
+
+
+def _into(operand: Operand, axes: tuple[str, ...]) -> Conversion | None:
+    """Read `operand` with one dimension an axis, of size one where it does not have the axis."""
+    dims = tuple(operand.layout.of_axis(axis) for axis in axes)
+    return convert(operand.layout, Layout(dims))
+
+
+def _result_layout(attention: Attention) -> Layout:
+    result = attention.result.layout
+    return Layout(tuple(result.of_axis(axis) for axis in _RESULT_AXES))
+
+
+def fuse(graph: Graph, plan: Plan, numerics: str) -> Node:
+    """Put the fused operator in the place of the product and remove what nobody uses any more.
+
+    Returns the operator's node. If anything fails the graph is as it was before, and the error is
+    raised.
+    """
+    match = plan.match
+    attention, product = match.attention, match.gate.product.node
+    with _inserting(graph, product) as insert:
+        key = _stored(insert, match.key_value.key, plan.key, attention)
+        value = _stored(insert, match.key_value.value, plan.value, attention)
+        gate = _converted(insert, match.gate.logits.node, plan.gate)
+        mask = None
+        if match.mask is not None and plan.mask is not None:
+            mask = _converted(insert, match.mask.operand.node, plan.mask)
+        fused = insert(
+            torch.ops.fusion_pass.gated_decode_attention.default,
+            attention.query,
+            key,
+            value,
+            gate,
+            mask,
+            scale=attention.scale,
+            mask_fill=match.mask.fill if match.mask else -torch.inf,
+            masked_row=attention.masked_row,
+            numerics=numerics,
+        )
+        result = _converted(insert, fused, plan.result)
+        _check_result(result, product)
+    product.replace_all_uses_with(result)
+    _erase_unused(graph, product, attention.node)
+    return fused
+
+
+class _Inserter:
+    """Adds operator calls before a node, with that node's meta and a fake value of their own."""
+
+    def __init__(self, graph: Graph, before: Node) -> None:
+        self.graph = graph
+        self.inserted: list[Node] = []
+        self._meta = {key: item for key, item in before.meta.items() if key not in _UNSHARED_META}
+        self._mode = tensor(before).fake_mode  # type: ignore[attr-defined]
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        name = str(target).split(".")[1]
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        self.inserted.append(node)
+        node.meta.update(self._meta)
+        values = torch.fx.map_arg(args, lambda item: item.meta["val"])
+        with self._mode:
+            node.meta["val"] = target(*values, **kwargs)
+        return node
+
+    def sizes(self, node: Node, target: Sequence[Size]) -> list[Any]:
+        """`target` as arguments for a reshape of `node`: a symbolic size becomes -1 or a node."""
+        symbolic = [size for size in target if not isinstance(size, int)]
+        if len(symbolic) == 1:
+            return [size if isinstance(size, int) else -1 for size in target]
+        return [self.size(node, size) for size in target]
+
+    def size(self, node: Node, size: Size) -> int | Node:
+        """A size that one of the dimensions of `node` has, as an argument for an operator."""
+        if isinstance(size, int):
+            return size
+        for dim, own in enumerate(shape(node)):
+            if same(own, size):
+                return self(aten.sym_size.int, node, dim)
+        raise ValueError(f"no dimension of {node.name} has the size {size}")
+
+
+@contextmanager
+def _inserting(graph: Graph, before: Node) -> Iterator[_Inserter]:
+    """Insert nodes before `before`; on an error none of them stays."""
+    insert = _Inserter(graph, before)
+    try:
+        with graph.inserting_before(before):
+            yield insert
+    except BaseException:
+        for node in reversed(insert.inserted):
+            graph.erase_node(node)
+        raise
+
+
+def _stored(
+    insert: _Inserter, operand: Operand, conversion: Conversion, attention: Attention
+) -> Node:
+    """K or V as `(B, Hkv, S, D)`, expanded over the batch if it is stored once for all of it."""
+    node = _converted(insert, operand.node, conversion)
+    if operand.layout.of_axis("batch") or same(attention.batch, 1):
+        return node
+    batch = insert.size(attention.query, attention.batch)
+    return insert(aten.expand.default, node, [batch, -1, -1, -1])
+
+
+def _converted(insert: _Inserter, node: Node, conversion: Conversion) -> Node:
+    if conversion.split is not None:
+        node = insert(aten.reshape.default, node, insert.sizes(node, conversion.split))
+    if conversion.order is not None:
+        node = insert(aten.permute.default, node, list(conversion.order))
+    if conversion.shape is not None:
+        node = insert(aten.reshape.default, node, insert.sizes(node, conversion.shape))
+    return node
+
+
+def _check_result(result: Node, product: Node) -> None:
+    found, expected = tensor(result), tensor(product)
+    if found.dtype != expected.dtype or found.device != expected.device:
+        raise AssertionError(f"{result.name} is {found}, but {product.name} is {expected}")
+
+
+def _erase_unused(graph: Graph, node: Node, attention: Node) -> None:
+    """Erase `node` and, transitively, every input of it that nothing else uses."""
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        for user in list(current.users):
+            if user.target is getitem and not user.users:
+                graph.erase_node(user)
+        # Without dropout the attention draws no random numbers, though its operator might.
+        pure = current is attention or not current.is_impure()
+        if current.users or current.op != "call_function" or not pure:
+            continue
+        pending.extend(current.all_input_nodes)
+        graph.erase_node(current)

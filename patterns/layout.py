@@ -1,0 +1,249 @@
+"""Layout as named axes: which part of which axis every dimension of a value runs over.
+
+A `Layout` says of each dimension of a tensor which *factors* it is made of, outermost first. A
+factor is a digit of an axis in mixed radix: `Factor("head", size=2, stride=8)` is
+`(head // 8) % 2`.
+Dimensions of size one hold no factor. Following a value through view, permute and expand nodes is
+then arithmetic on factors, and two chains of nodes mean the same exactly when their layouts are
+equal, whatever the sizes are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import sympy
+
+Size: TypeAlias = int | sympy.Expr
+"""A size that is known, or an expression in the symbols of a dynamic graph.
+
+Expressions, unlike SymInt, can be compared and hashed without adding a guard.
+"""
+
+
+def same(a: Size, b: Size) -> bool:
+    """Whether two sizes are known to be equal."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(sympy.expand(a - b) == 0)
+
+
+def differ(a: Size, b: Size) -> bool:
+    """Whether two sizes are known to be different.
+
+    Two symbols are neither `same` nor `differ`. Where an operator demands that they be equal, as
+    attention does of the batch of query and key, not differing is enough.
+    """
+    return isinstance(a, int) and isinstance(b, int) and a != b
+
+
+def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    """Whether two shapes are known to be equal."""
+    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+@dataclass(frozen=True)
+class Factor:
+    """The index `(i // stride) % size` of the named axis, whose own index is `i`."""
+
+    axis: str
+    size: Size
+    stride: int = 1
+
+    @property
+    def end(self) -> Size:
+        """The stride of the next factor outwards."""
+        return self.size * self.stride
+
+
+Dim: TypeAlias = tuple[Factor, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The factors of every dimension of a value; `()` for a dimension of size one."""
+
+    dims: tuple[Dim, ...]
+
+    @classmethod
+    def of(cls, axes: Iterable[tuple[str, Size, int]]) -> Layout:
+        """One axis a dimension, given as (name, size, stride); size one leaves it empty."""
+        dims = (() if same(n, 1) else (Factor(name, n, stride),) for name, n, stride in axes)
+        return cls(tuple(dims))
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """All factors in memory order of a contiguous tensor."""
+        return tuple(factor for dim in self.dims for factor in dim)
+
+    def of_axis(self, axis: str) -> tuple[Factor, ...]:
+        """The factors of one axis, outermost first."""
+        own = [factor for factor in self.factors if factor.axis == axis]
+        return _merge(sorted(own, key=lambda factor: -factor.stride))
+
+    def permute(self, order: Sequence[int]) -> Layout:
+        """The layout of `tensor.permute(order)`."""
+        return Layout(tuple(self.dims[i] for i in order))
+
+    def unpermute(self, order: Sequence[int]) -> Layout:
+        """The layout of the tensor whose `permute(order)` has this layout."""
+        dims: list[Dim] = [()] * len(self.dims)
+        for position, source in enumerate(order):
+            dims[source] = self.dims[position]
+        return Layout(tuple(dims))
+
+    def reshape(self, shape: Sequence[Size]) -> Layout | None:
+        """The layout after a reshape to `shape`; None where a dimension straddles factors."""
+        pending = list(reversed(self.factors))
+        dims: list[Dim] = []
+        for size in shape:
+            dim = _take(pending, size)
+            if dim is None:
+                return None
+            dims.append(_merge(dim))
+        return None if pending else Layout(tuple(dims))
+
+    def shrink(self, shape: Sequence[Size], expanded: Sequence[Size]) -> Layout | None:
+        """The layout of the tensor of `shape` whose expansion to `expanded` has this layout.
+
+        The factors of a dimension that the expansion repeats are gone from the result.
+        """
+        offset = len(expanded) - len(shape)
+        if offset < 0:
+            return None
+        dims: list[Dim] = []
+        for size, wide, dim in zip(shape, expanded[offset:], self.dims[offset:], strict=True):
+            if same(size, wide):
+                dims.append(dim)
+            elif same(size, 1):
+                dims.append(())
+            else:
+                return None
+        return Layout(tuple(dims))
+
+
+def _take(pending: list[Factor], size: Size) -> Dim | None:
+    """Pop factors whose product is `size` off the end of `pending`, splitting the last one."""
+    taken: list[Factor] = []
+    product: Size = 1
+    while not same(product, size):
+        if not pending:
+            return None
+        factor = pending.pop()
+        if not same(product * factor.size, size):
+            piece = _split(factor, product, size)
+            if piece is not None:
+                outer, inner = piece
+                pending.append(inner)
+                factor = outer
+        taken.append(factor)
+        product = product * factor.size
+        if isinstance(product, int) and isinstance(size, int) and product > size:
+            return None
+    return tuple(taken)
+
+
+def _split(factor: Factor, product: Size, size: Size) -> tuple[Factor, Factor] | None:
+    """`factor` as (outer, inner) where `product * outer.size == size`; None if none divides."""
+    if not (isinstance(factor.size, int) and isinstance(product, int) and isinstance(size, int)):
+        return None
+    if product == 0 or size % product or product * factor.size <= size:
+        return None
+    outer = size // product
+    if outer == 0 or factor.size % outer:
+        return None
+    inner = factor.size // outer
+    return (
+        Factor(factor.axis, outer, factor.stride * inner),
+        Factor(factor.axis, inner, factor.stride),
+    )
+
+
+def _merge(dim: Iterable[Factor]) -> Dim:
+    """Join neighbours that are consecutive digits of one axis."""
+    merged: list[Factor] = []
+    for factor in dim:
+        last = merged[-1] if merged else None
+        if last is not None and last.axis == factor.axis and same(last.stride, factor.end):
+            merged[-1] = Factor(factor.axis, last.size * factor.size, factor.stride)
+        else:
+            merged.append(factor)
+    return tuple(merged)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """`tensor.reshape(split).permute(order).reshape(shape)`; a step is None if not needed."""
+
+    split: tuple[Size, ...] | None
+    order: tuple[int, ...] | None
+    shape: tuple[Size, ...] | None
+
+
+def convert(source: Layout, target: Layout) -> Conversion | None:
+    """How to turn a value of layout `source` into one of layout `target`.
+
+    None unless both hold the same digits of the same axes, in whatever arrangement.
+    """
+    if source == target:
+        return Conversion(None, None, None)
+    if (dims := _permutation(source.dims, target.dims)) is not None:
+        return Conversion(None, dims, None)
+    cuts = _cuts(source.factors + target.factors)
+    pieces = [piece for factor in source.factors for piece in _refine(factor, cuts)]
+    wanted = [piece for factor in target.factors for piece in _refine(factor, cuts)]
+    if len(set(pieces)) != len(pieces) or set(pieces) != set(wanted) or len(pieces) != len(wanted):
+        return None
+    sizes = tuple(piece.size for piece in pieces)
+    order = tuple(pieces.index(piece) for piece in wanted)
+    arranged = tuple(sizes[i] for i in order)
+    after = _shape(target)
+    if order == tuple(range(len(order))):
+        return Conversion(None, None, after)
+    return Conversion(
+        split=None if same_shape(_shape(source), sizes) else sizes,
+        order=order,
+        shape=None if same_shape(arranged, after) else after,
+    )
+
+
+def _permutation(source: Sequence[Dim], target: Sequence[Dim]) -> tuple[int, ...] | None:
+    """The order in which `source` has the dimensions of `target`, those of size one included."""
+    left = list(enumerate(source))
+    order: list[int] = []
+    for dim in target:
+        place = next((place for place, (_, own) in enumerate(left) if own == dim), None)
+        if place is None:
+            return None
+        order.append(left.pop(place)[0])
+    return None if left else tuple(order)
+
+
+def _shape(layout: Layout) -> tuple[Size, ...]:
+    return tuple(math.prod(factor.size for factor in dim) for dim in layout.dims)
+
+
+def _cuts(factors: Iterable[Factor]) -> dict[str, list[int]]:
+    """The integer strides at which any factor of an axis begins or ends, ascending."""
+    cuts: dict[str, set[int]] = {}
+    for factor in factors:
+        own = cuts.setdefault(factor.axis, set())
+        own.add(factor.stride)
+        if isinstance(factor.end, int):
+            own.add(factor.end)
+    return {axis: sorted(own) for axis, own in cuts.items()}
+
+
+def _refine(factor: Factor, cuts: dict[str, list[int]]) -> list[Factor]:
+    """`factor` cut at every boundary inside it, outermost first; whole if it is symbolic."""
+    if not isinstance(factor.end, int):
+        return [factor]
+    inside = [cut for cut in cuts[factor.axis] if factor.stride <= cut <= factor.end]
+    pairs = list(itertools.pairwise(inside))
+    if any(high % low for low, high in pairs):
+        return [factor]
+    return [Factor(factor.axis, high // low, low) for low, high in reversed(pairs)]

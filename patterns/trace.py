@@ -1,0 +1,143 @@
+"""Following a value through the nodes that only rearrange it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+
+from .layout import Layout, Size, same_shape
+
+aten = torch.ops.aten
+
+# All of these keep the row-major order of the elements: only the shape of their result counts.
+_RESHAPES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A node together with what each of its dimensions means."""
+
+    node: Node
+    layout: Layout
+
+
+def tensor(node: Node) -> torch.Tensor:
+    """The fake tensor of a node whose value is one tensor."""
+    return cast(torch.Tensor, node.meta["val"])
+
+
+def has_tensor(node: object) -> bool:
+    """Whether `node` is a graph node whose value is one tensor."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def shape(node: Node) -> tuple[Size, ...]:
+    """The shape of a node's tensor; symbolic sizes as expressions."""
+    return tuple(as_size(size) for size in tensor(node).shape)
+
+
+def as_size(size: int | torch.SymInt) -> Size:
+    """A size without its power to add guards."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression) if expression.is_Integer else expression
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an operator call by name, defaults filled in."""
+    schema = cast(torch._ops.OpOverload, node.target)._schema
+    bound: dict[str, Any] = {}
+    for position, argument in enumerate(schema.arguments):
+        if position < len(node.args):
+            bound[argument.name] = node.args[position]
+        elif argument.name in node.kwargs:
+            bound[argument.name] = node.kwargs[argument.name]
+        else:
+            bound[argument.name] = argument.default_value
+    return bound
+
+
+def source(node: Node) -> Node | None:
+    """The input whose elements `node` rearranges or repeats; None if it does more than that."""
+    origin = node.args[0] if node.args else None
+    if node.op != "call_function" or not has_tensor(node) or not has_tensor(origin):
+        return None
+    if _order(node) or _keeps_order(node) or node.target is aten.expand.default:
+        return cast(Node, origin)
+    return None
+
+
+def forward(node: Node, layout: Layout) -> Layout | None:
+    """The layout of `node`'s result, given its input's; None if it does more than rearrange."""
+    if source(node) is None:
+        return None
+    if order := _order(node):
+        return layout.permute(order)
+    return layout.reshape(shape(node))
+
+
+def backward(node: Node, layout: Layout) -> Operand | None:
+    """The input that `node` rearranges or repeats, with its layout; None if it does more."""
+    origin = source(node)
+    if origin is None:
+        return None
+    if order := _order(node):
+        found: Layout | None = layout.unpermute(order)
+    elif node.target is aten.expand.default:
+        found = layout.shrink(shape(origin), shape(node))
+    else:
+        found = layout.reshape(shape(origin))
+    return None if found is None else Operand(origin, found)
+
+
+def origins(operand: Operand) -> Iterator[Operand]:
+    """`operand` and, one after another, the values that it is a rearrangement or repetition of."""
+    current: Operand | None = operand
+    while current is not None:
+        yield current
+        current = backward(current.node, current.layout)
+
+
+def furthest(operand: Operand, accept: Callable[[Layout], bool]) -> Operand:
+    """The earliest value behind `operand` whose layout is accepted; `operand` itself always is."""
+    return [origin for origin in origins(operand) if origin is operand or accept(origin.layout)][-1]
+
+
+def _order(node: Node) -> tuple[int, ...] | None:
+    """The permutation that a node applies to its input's dimensions, if it is one."""
+    if node.target is aten.permute.default:
+        rank = len(shape(node))
+        return tuple(dim % rank for dim in cast(list[int], node.args[1]))
+    if node.target is aten.transpose.int:
+        order = list(range(len(shape(node))))
+        first, second = cast(int, node.args[1]), cast(int, node.args[2])
+        order[first], order[second] = order[second], order[first]
+        return tuple(order)
+    return None
+
+
+def _keeps_order(node: Node) -> bool:
+    if node.target in _RESHAPES:
+        return True
+    # A slice or an expansion that selects everything.
+    if node.target in (aten.slice.Tensor, aten.expand.default):
+        whole = same_shape(shape(node), shape(cast(Node, node.args[0])))
+        return whole and arguments(node).get("step", 1) == 1
+    return False

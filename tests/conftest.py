@@ -1,0 +1,42 @@
+"""Every test starts with no settings in the environment and with nothing compiled or counted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
+from torch._dynamo.utils import counters
+
+from fusion_pass import eligibility
+from fusion_pass.launch import Limits
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("FUSION_PASS"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiles() -> Iterator[None]:
+    # A graph from a warm cache would never reach the pass.
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        torch._dynamo.reset()
+        counters.clear()
+        yield
+        torch._dynamo.reset()
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that the fake CUDA device is an H200."""
+    limits = Limits("cuda", 90, 132, 232448)
+    monkeypatch.setattr(eligibility, "device_limits", lambda device: limits)
