@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from fusion_pass.config import Config
 from fusion_pass.launch import Unlaunchable, device_limits
 from fusion_pass.patterns import Decline, GatedAttention, Reason
-from fusion_pass.patterns.trace import shape, source, tensor
+from fusion_pass.patterns.trace import source, tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_QUERY_TOKENS = 1
@@ -80,7 +80,7 @@ def _written(node: Node) -> Iterator[Node]:
 def operands(match: GatedAttention) -> list[Node]:
     """Every node that the fused operator would read."""
     found = [
-        match.attention.query,
+        match.attention.query.node,
         match.key_value.key.node,
         match.key_value.value.node,
         match.gate.logits.node,
@@ -113,7 +113,7 @@ def _mixed_devices(match: GatedAttention, context: Context) -> Decline | None:
 
 
 def _device(match: GatedAttention, context: Context) -> Decline | None:
-    device = tensor(match.attention.query).device
+    device = tensor(match.attention.query.node).device
     if device.type not in context.config.devices:
         return Decline(
             Reason.DEVICE,
@@ -130,7 +130,9 @@ def _device(match: GatedAttention, context: Context) -> Decline | None:
 
 def _dtype(match: GatedAttention, context: Context) -> Decline | None:
     attention = match.attention
-    found = {tensor(node).dtype for node in (attention.query, attention.key, attention.value)}
+    stored = match.key_value
+    read = (attention.query, stored.key, stored.value)
+    found = {tensor(operand.node).dtype for operand in read}
     if len(found) == 1 and found <= set(DTYPES):
         return None
     names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
@@ -141,7 +143,7 @@ def _dtype(match: GatedAttention, context: Context) -> Decline | None:
 
 
 def _query_tokens(match: GatedAttention, context: Context) -> Decline | None:
-    tokens = match.attention.query_tokens
+    tokens = match.attention.sizes.query_tokens
     if isinstance(tokens, int) and 1 <= tokens <= MAX_QUERY_TOKENS:
         return None
     return Decline(
@@ -151,7 +153,7 @@ def _query_tokens(match: GatedAttention, context: Context) -> Decline | None:
 
 
 def _head_dim(match: GatedAttention, context: Context) -> Decline | None:
-    for dim in (shape(match.attention.query)[3], match.attention.value_dim):
+    for dim in (match.attention.sizes.head_dim, match.attention.sizes.value_dim):
         whole = isinstance(dim, int) and dim % HEAD_DIM_STEP == 0
         if not (whole and MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM):
             return Decline(
@@ -163,7 +165,7 @@ def _head_dim(match: GatedAttention, context: Context) -> Decline | None:
 
 
 def _group(match: GatedAttention, context: Context) -> Decline | None:
-    heads = match.attention.query_heads
+    heads = match.attention.sizes.query_heads
     if isinstance(heads, int) and heads // match.key_value.heads <= MAX_GROUP:
         return None
     return Decline(

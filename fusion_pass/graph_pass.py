@@ -46,25 +46,27 @@ class GatedAttentionPass(InferenceGraphPass):
         """
         if not self.config.enabled:
             return
-        attentions = [node for node in graph.nodes if patterns.is_attention(node)]
-        before = str(graph) if attentions and self.config.dump else ""
+        candidates = [node for node in graph.nodes if patterns.may_be_attention(node)]
+        before = str(graph) if self.config.dump else ""
         if is_inference is None:
             is_inference = traced_for_inference()
         context = eligibility.Context(graph, self.config, is_inference)
-        report = GraphReport(tuple(self._visit(graph, node, context) for node in attentions))
-        after = str(graph) if attentions and self.config.dump else ""
+        sites = [self._visit(graph, node, context) for node in candidates]
+        report = GraphReport(tuple(site for site in sites if site is not None))
+        after = str(graph) if self.config.dump else ""
         publish(report, before, after, self.config)
 
     def uuid(self) -> Any:
         """What the rewrite depends on: every source file of the package, and the settings."""
         return source_digest(), self.config.cache_key(), _capability()
 
-    def _visit(self, graph: Graph, node: Node, context: eligibility.Context) -> Site:
-        """Fuse the attention at `node` if it can be; a fault leaves the graph as it was."""
-        unknown = Recognition(node, None, Decline(Reason.INTERNAL, "recognition failed"))
-        site = _describe(unknown)
+    def _visit(self, graph: Graph, node: Node, context: eligibility.Context) -> Site | None:
+        """Fuse the attention at `node`, if it is one and can be; a fault leaves the graph alone."""
+        site = _describe(Recognition(node, None, Decline(Reason.INTERNAL, "recognition failed")))
         try:
-            found = patterns.recognise(node) or unknown
+            found = patterns.recognise(node)
+            if found is None:
+                return None
             site = _describe(found)
             refusal = self._fuse(graph, found, context)
         except Exception as fault:
@@ -106,9 +108,9 @@ def _describe(found: Recognition) -> Site:
         fused=False,
         reason=None,
         detail="",
-        query=_spell(attention.query) if attention else "",
-        key=_spell(stored.key.node if stored else attention.key) if attention else "",
-        value=_spell(stored.value.node if stored else attention.value) if attention else "",
+        query=_spell(attention.query.node) if attention else "",
+        key=_spell(stored.key.node if stored else attention.key.node) if attention else "",
+        value=_spell(stored.value.node if stored else attention.value.node) if attention else "",
         gate=_spell(match.gate.logits.node) if match else None,
         mask=_spell(match.mask.operand.node) if match and match.mask else None,
         source=_source(found.node),

@@ -39,27 +39,27 @@ def _lower(
     device = query.get_device_or_error()
     if device.type != "cuda":
         return _call_operator(query, key, value, gate, mask, **modes)
-    operands = {
-        "query": _operand(query),
-        "key": _operand(key),
-        "value": _operand(value),
+    q, k, v = _operand(query), _operand(key), _operand(value)
+    m = None if mask is None else _operand(mask)
+    config = launch.choose(launch.problem_of(q, k, v, m), launch.device_limits(device))
+    batch, heads, tokens, _ = q.size
+    output = _empty((batch, tokens, heads, v.size[3]), q.dtype, device)
+    scratch = {
+        name: _empty(size, torch.float32, device)
+        for name, size in launch.scratch_sizes(config, q, v).items()
     }
-    masking = None if mask is None else _operand(mask)
-    problem = launch.problem_of(**operands, mask=masking)
-    config = launch.choose(problem, launch.device_limits(device))
-    batch, heads, tokens, _ = operands["query"].size
-    output = _empty((batch, tokens, heads, operands["value"].size[3]), query.get_dtype(), device)
-    sizes = launch.scratch_sizes(config, operands["query"], operands["value"])
-    scratch = {name: _empty(size, torch.float32, device) for name, size in sizes.items()}
     for step in launch.launches(
         config,
-        **operands,
+        query=q,
+        key=k,
+        value=v,
         gate=_operand(gate),
-        mask=masking,
+        mask=m,
         output=output,
-        **scratch,
+        accumulator=scratch["accumulator"],
+        statistics=scratch["statistics"],
+        input_precision=launch.float32_precision(q.dtype, device),
         **modes,
-        input_precision=launch.float32_precision(query.get_dtype(), device),
     ):
         _emit(step)
     return output

@@ -34,6 +34,7 @@ class Plan:
     """How every operand is brought into the operator's shape, and its result into the product's."""
 
     match: GatedAttention
+    query: Conversion
     key: Conversion
     value: Conversion
     mask: Conversion | None
@@ -44,6 +45,11 @@ class Plan:
 def plan(match: GatedAttention) -> Plan | Decline:
     """Work out the rewriting of `match` without touching the graph."""
     attention, key_value = match.attention, match.key_value
+    query = _into(attention.query, _QUERY_AXES)
+    if query is None:
+        return Decline(
+            Reason.ATTENTION_LAYOUT, "the query cannot be read as (batch, heads, tokens, dim)"
+        )
     key = _into(key_value.key, _STORED_AXES)
     value = _into(key_value.value, _STORED_AXES)
     if key is None or value is None:
@@ -67,9 +73,10 @@ def plan(match: GatedAttention) -> Plan | Decline:
         return Decline(
             Reason.ATTENTION_LAYOUT, "the product does not hold every element of the output once"
         )
-    return Plan(match, key, value, mask, gate, result)
+    return Plan(match, query, key, value, mask, gate, result)
 
 
+_QUERY_AXES = ("batch", "head", "query", "dim")
 _STORED_AXES = ("batch", "head", "key", "dim")
 _MASK_AXES = ("batch", "head", "query", "key")
 _RESULT_AXES = ("batch", "query", "head", "dim")
@@ -95,15 +102,18 @@ def fuse(graph: Graph, plan: Plan, numerics: str) -> Node:
     match = plan.match
     attention, product = match.attention, match.gate.product.node
     with _inserting(graph, product) as insert:
+        query = _converted(insert, attention.query.node, plan.query)
         key = _stored(insert, match.key_value.key, plan.key, attention)
         value = _stored(insert, match.key_value.value, plan.value, attention)
         gate = _converted(insert, match.gate.logits.node, plan.gate)
         mask = None
         if match.mask is not None and plan.mask is not None:
             mask = _converted(insert, match.mask.operand.node, plan.mask)
+            if match.mask.inverted:
+                mask = insert(aten.logical_not.default, mask)
         fused = insert(
             torch.ops.fusion_pass.gated_decode_attention.default,
-            attention.query,
+            query,
             key,
             value,
             gate,
@@ -174,9 +184,9 @@ def _stored(
 ) -> Node:
     """K or V as `(B, Hkv, S, D)`, expanded over the batch if it is stored once for all of it."""
     node = _converted(insert, operand.node, conversion)
-    if operand.layout.of_axis("batch") or same(attention.batch, 1):
+    if operand.layout.of_axis("batch") or same(attention.sizes.batch, 1):
         return node
-    batch = insert.size(attention.query, attention.batch)
+    batch = insert.size(attention.query.node, attention.sizes.batch)
     return insert(aten.expand.default, node, [batch, -1, -1, -1])
 
 
@@ -198,9 +208,11 @@ def _check_result(result: Node, product: Node) -> None:
 
 def _erase_unused(graph: Graph, node: Node, attention: Node) -> None:
     """Erase `node` and, transitively, every input of it that nothing else uses."""
-    pending = [node]
+    pending, erased = [node], set[Node]()
     while pending:
         current = pending.pop()
+        if current in erased:
+            continue
         for user in list(current.users):
             if user.target is getitem and not user.users:
                 graph.erase_node(user)
@@ -210,3 +222,4 @@ def _erase_unused(graph: Graph, node: Node, attention: Node) -> None:
             continue
         pending.extend(current.all_input_nodes)
         graph.erase_node(current)
+        erased.add(current)

@@ -1,12 +1,12 @@
 """Recognition of gated attention in an FX graph. Nothing here changes a graph."""
 
-from .attention import Attention, is_attention
+from .attention import Attention, Mask, Sizes
 from .gate import Gate
 from .gated_attention import GatedAttention, Recognition, recognise
 from .keyvalue import KeyValue
 from .layout import Conversion, Factor, Layout, convert
-from .mask import Mask
 from .reason import Decline, Reason
+from .registry import may_be_attention
 from .trace import Operand
 
 __all__ = [
@@ -22,7 +22,8 @@ __all__ = [
     "Operand",
     "Reason",
     "Recognition",
+    "Sizes",
     "convert",
-    "is_attention",
+    "may_be_attention",
     "recognise",
 ]

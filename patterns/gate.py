@@ -115,7 +115,7 @@ def _refuse_dtypes(
     attention: Attention, product: Operand, gate: Node, logits: Operand
 ) -> Decline | None:
     """Every step of the gate must be in the attention's own dtype, for its rounding is known."""
-    own = tensor(attention.output).dtype
+    own = tensor(attention.result.node).dtype
     steps = {
         "the gate": tensor(logits.node).dtype,
         "its sigmoid": tensor(gate).dtype,

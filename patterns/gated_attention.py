@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from .attention import Attention, recognise_attention
+from .attention import Attention, Mask
 from .gate import Gate, find_gate
 from .keyvalue import KeyValue, trace_key_value
-from .mask import Mask, trace_mask
+from .mask import trace_mask
 from .reason import Decline
+from .registry import recognise_attention
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,4 @@ def _match(attention: Attention) -> GatedAttention | Decline:
     key_value = trace_key_value(attention)
     if isinstance(key_value, Decline):
         return key_value
-    mask = trace_mask(attention)
-    if isinstance(mask, Decline):
-        return mask
-    return GatedAttention(attention, key_value, mask, gate)
+    return GatedAttention(attention, key_value, trace_mask(attention), gate)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.fx import Node
-
 from .attention import Attention
-from .layout import Factor, Layout, differ
+from .layout import Layout, Size
 from .reason import Decline, Reason
 from .trace import Operand, origins, shape
 
@@ -34,46 +32,33 @@ def trace_key_value(attention: Attention) -> KeyValue | Decline:
     values = _by_heads(attention, attention.value)
     common = sorted(keys.keys() & values.keys())
     if not common:
+        key, value = attention.key.node, attention.value.node
         return Decline(
             Reason.KEY_VALUE_LAYOUT,
-            f"{attention.key.name} {list(shape(attention.key))} and {attention.value.name} "
-            f"{list(shape(attention.value))} are not (batch, heads, length, dim) with heads that "
-            f"divide the {attention.query_heads} query heads",
+            f"{key.name} {list(shape(key))} and {value.name} {list(shape(value))} cannot be read "
+            f"as heads that are shared by {attention.sizes.query_heads} query heads",
         )
     heads = common[0]
     return KeyValue(keys[heads], values[heads], heads)
 
 
-def _by_heads(attention: Attention, node: Node) -> dict[int, Operand]:
-    """The furthest origin of `node` for every number of heads that one of its origins holds."""
-    query_heads = attention.query_heads
-    batch, heads, length, dim = shape(node)
-    if not (isinstance(query_heads, int) and isinstance(heads, int)):
-        return {}
-    if heads == 0 or query_heads % heads or differ(batch, attention.batch):
-        return {}
-    axes = (
-        ("batch", batch, 1),
-        ("head", heads, query_heads // heads),
-        ("key", length, 1),
-        ("dim", dim, 1),
-    )
-    start = Layout.of(axes)
+def _by_heads(attention: Attention, operand: Operand) -> dict[int, Operand]:
+    """The furthest origin of `operand` for every number of heads that one of its origins holds."""
+    start = operand.layout
     found: dict[int, Operand] = {}
-    for origin in origins(Operand(node, start)):
-        count = _head_count(origin.layout, query_heads)
-        if count is None or not _is_whole(origin.layout, start):
-            continue
-        found[count] = origin
+    for origin in origins(operand):
+        count = _head_count(origin.layout, attention.sizes.query_heads)
+        if count is not None and _is_whole(origin.layout, start):
+            found[count] = origin
     return found
 
 
-def _head_count(layout: Layout, query_heads: int) -> int | None:
+def _head_count(layout: Layout, query_heads: Size) -> int | None:
     """The number of stored heads; None where they are not the leading digits of the query head."""
     factors = layout.of_axis("head")
     if not factors:
         return 1
-    outermost: Factor = factors[0]
+    outermost = factors[0]
     if len(factors) > 1 or outermost.end != query_heads or not isinstance(outermost.size, int):
         return None
     return outermost.size
@@ -81,6 +66,5 @@ def _head_count(layout: Layout, query_heads: int) -> int | None:
 
 def _is_whole(layout: Layout, start: Layout) -> bool:
     """Whether every key and every dim is there, and the batch entirely or not at all."""
-    return all(
-        layout.of_axis(axis) == start.of_axis(axis) for axis in ("key", "dim")
-    ) and layout.of_axis("batch") in (start.of_axis("batch"), ())
+    whole = all(layout.of_axis(axis) == start.of_axis(axis) for axis in ("key", "dim"))
+    return whole and layout.of_axis("batch") in (start.of_axis("batch"), ())

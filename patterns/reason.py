@@ -23,6 +23,7 @@ class Reason(Enum):
     MASK_LAYOUT = "mask-layout"
     MASK_FILL = "mask-fill"
     SCALE = "scale"
+    LOGITS = "logits-changed"
     MUTATION = "operand-mutated"
     DEVICE = "device"
     MIXED_DEVICES = "mixed-devices"

@@ -141,3 +141,32 @@ def _keeps_order(node: Node) -> bool:
         whole = same_shape(shape(node), shape(cast(Node, node.args[0])))
         return whole and arguments(node).get("step", 1) == 1
     return False
+
+
+def constant(value: object) -> float | None:
+    """The number that `value` is or that a node holds in every element, as its dtype stores it."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if not has_tensor(value):
+        return None
+    node = cast(Node, value)
+    while (origin := source(node)) is not None:
+        node = origin
+    if node.target is not aten.full.default or not isinstance(node.args[1], (int, float)):
+        return None
+    return rounded(node.args[1], tensor(node).dtype)
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """`value` as `dtype` stores it."""
+    return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
+
+
+def widened(node: Node) -> Node | None:
+    """What `node` is an exact cast of, to a floating dtype that holds all of its values."""
+    if node.target is not torch.ops.prims.convert_element_type.default:
+        return None
+    origin = cast(Node, node.args[0])
+    before, after = tensor(origin).dtype, tensor(node).dtype
+    exact = before in (torch.float16, torch.bfloat16) and after in (torch.float32, torch.float64)
+    return origin if exact else None

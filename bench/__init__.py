@@ -1,0 +1,5 @@
+"""Benchmarks that reproduce every number of the README, run from the repository's root.
+
+`python -m bench.kernel`, `bench.model`, `bench.gate`, `bench.host` and `bench.compile_time` measure
+and write `bench/results/<run>-<gpu>.json`; `python -m bench.report` renders them.
+"""

@@ -1,0 +1,114 @@
+"""What the pass adds to compilation: `python -m bench.compile_time [--quick] [--layers 4 16 64]`.
+
+Each model is compiled from cold caches by stock Inductor and with the pass. Whole compilations
+differ by more than the pass takes, so that its own time and its lowering's are taken inside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+
+from bench import models
+from bench.host import depth
+from bench.model import BACKENDS
+from bench.models import Decode
+from bench.session import Session, parser
+from fusion_pass import lowering
+from fusion_pass.graph_pass import GatedAttentionPass
+
+LAYERS = (4, 16, 64)
+QUICK_LAYERS = (4,)
+BATCH, CAPACITY, LIVE = 1, 4096, 600
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile the dense model at each depth; returns the exit status."""
+    options = parser("compile_time", __doc__, 400)
+    options.add_argument("--layers", nargs="+", type=int, help=f"default {LAYERS}")
+    arguments = options.parse_args(argv)
+    depths = arguments.layers or (QUICK_LAYERS if arguments.quick else LAYERS)
+    session = Session.begin("compile_time", arguments)
+    with torch.no_grad():
+        # The first compilation of a process also starts Inductor's workers.
+        compile_once(session.device, "inductor", 1)
+        session.each(depths, partial(measure, session.device), describe, "compile_time")
+    return session.finish()
+
+
+def measure(device: torch.device, layers: int) -> dict[str, Any]:
+    """Seconds of both compilations, and milliseconds of the pass and of its lowering in one."""
+    whole = {name: compile_once(device, backend, layers) for name, backend in BACKENDS.items()}
+    fused = whole["fused"]
+    added = fused["pass_ms"] + fused["lowering_ms"]
+    return {
+        "stock_s": round(whole["stock"]["seconds"], 3),
+        "fused_s": round(fused["seconds"], 3),
+        "pass_ms": round(fused["pass_ms"], 2),
+        "lowering_ms": round(fused["lowering_ms"], 2),
+        "added_share": round(added / 1e3 / (fused["seconds"] - added / 1e3), 5),
+        "fused_sites": fused["sites"],
+    }
+
+
+def compile_once(device: torch.device, backend: str, layers: int) -> dict[str, float]:
+    """Compile one decode step from cold caches and run it once."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = models.named("dense").build(device, **depth(layers))
+    decode = Decode(model, BATCH, CAPACITY)
+    decode.set_live(LIVE)
+    step = torch.compile(model, backend=backend, dynamic=False)
+    with ExitStack() as stack:
+        stack.enter_context(inductor_config.patch(force_disable_caches=True))
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        passes = stack.enter_context(timed(GatedAttentionPass, "__call__"))
+        lowerings = stack.enter_context(timed(lowering, "_emit"))
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        decode.step(step)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    return {
+        "seconds": seconds,
+        "pass_ms": sum(passes) * 1e3,
+        "lowering_ms": sum(lowerings) * 1e3,
+        "sites": counters["fusion_pass"]["fused"],
+    }
+
+
+@contextmanager
+def timed(owner: object, name: str) -> Iterator[list[float]]:
+    """The seconds of each call of `owner.name` while the context is active."""
+    original: Callable[..., Any] = getattr(owner, name)
+    seconds: list[float] = []
+
+    def timing(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    with mock.patch.object(owner, name, timing):
+        yield seconds
+
+
+def describe(layers: int) -> dict[str, Any]:
+    """The cell's kind and shape."""
+    shape = {"model": "dense", "layers": layers, "B": BATCH, "capacity": CAPACITY}
+    return {"kind": "compile_time", "shape": shape}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,21 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+"""Triton kernels that measure the device itself: an empty one, and one that only reads."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def nothing():
+    """Does nothing: a replay of it costs what any launch costs."""
+
+
+@triton.jit
+def read(source, sums, tiles, BLOCK: tl.constexpr):
+    """Add up every `num_programs`-th tile of BLOCK float32 elements of `source`."""
+    program = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for tile in range(program, tiles, tl.num_programs(0)):
+        total += tl.load(source + tile.to(tl.int64) * BLOCK + lanes)
+    tl.store(sums + program, tl.sum(total, axis=0))

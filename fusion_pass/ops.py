@@ -1,0 +1,202 @@
+"""Registration of the operator `fusion_pass::gated_decode_attention`. Imports no triton."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_pass import launch, reference
+
+NAME = "fusion_pass::gated_decode_attention"
+SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor gate, Tensor? mask, *, "
+    "float scale, float mask_fill, str masked_row, str numerics) -> Tensor"
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MASKED_ROWS = ("zero", "nan")
+NUMERICS = ("compiled", "eager", "fp32")
+LARGEST_FINITE_FILL = -65504.0
+
+# Every stride is honoured, so Inductor may lay the operands out as it likes.
+torch.library.define(NAME, SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+
+
+def gated_decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    mask_fill: float = -math.inf,
+    masked_row: str = "zero",
+    numerics: str = "compiled",
+) -> Tensor:
+    """Attention of a few query tokens to a KV cache, times the sigmoid of a gate.
+
+    Args:
+        query: (B, Hq, Q, D), bfloat16, float16 or float32, called T below. Any strides.
+        key: (B, Hkv, S, D) of dtype T, any strides, 0 included; S >= 1; Hkv divides Hq, and query
+            head h reads KV head h // (Hq // Hkv).
+        value: (B, Hkv, S, Dv) of dtype T, any strides.
+        gate: 4-D and broadcastable to (B, Q, Hq, Dv), the layout of the output; before the
+            sigmoid; bfloat16, float16 or float32; any strides.
+        mask: None, boolean (True attends) or floating (added to the logits); 4-D and
+            broadcastable to (B, Hq, Q, S); any strides.
+        scale: the logits are scale * (q . k).
+        mask_fill: what a boolean False adds to a logit: -inf or at most -65504. A masked key
+            weighs exactly 0 in a row that has a live one. NaN and inf in a K or V row do not
+            spread if no query row of its KV head attends to it.
+        masked_row: "zero" or "nan", the output of a row without a live key if the fill is -inf.
+            With a finite fill such a row attends to all S keys, computed in float32.
+        numerics: where the gate rounds, with o the attention output in float32 and G the gate's
+            dtype: "compiled" T(T(o) * sigmoid(g)), "eager" T(T(o) * G(sigmoid(g))),
+            "fp32" T(o * sigmoid(g)).
+
+    Returns:
+        (B, Q, Hq, Dv), contiguous, of dtype T.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: sizes do not agree, devices differ, or a mode is unknown.
+        RuntimeError: a gradient is asked for.
+    """
+    op = torch.ops.fusion_pass.gated_decode_attention.default
+    result: Tensor = op(
+        query,
+        key,
+        value,
+        gate,
+        mask,
+        scale=scale,
+        mask_fill=mask_fill,
+        masked_row=masked_row,
+        numerics=numerics,
+    )
+    return result
+
+
+def validate(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    mask: Tensor | None,
+    *,
+    mask_fill: float,
+    masked_row: str,
+    numerics: str,
+) -> None:
+    """Raise TypeError or ValueError, naming the operand, unless the op is defined on these."""
+    operands = {"query": query, "key": key, "value": value, "gate": gate}
+    if mask is not None:
+        operands["mask"] = mask
+    for name, tensor in operands.items():
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions, not {tensor.dim()}")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device} and query on {query.device}")
+    _validate_dtypes(query, key, value, gate, mask)
+
+    batch, query_heads, tokens, head_dim = query.shape
+    kv_heads, kv_length = key.shape[1:3]
+    if kv_heads < 1 or query_heads % kv_heads != 0:
+        raise ValueError(f"query has {query_heads} heads, no multiple of key's {kv_heads}")
+    if isinstance(kv_length, int) and kv_length < 1:
+        raise ValueError("key has no tokens")
+    value_dim = value.shape[3]
+    _expect_shape("key", key, (batch, kv_heads, kv_length, head_dim))
+    _expect_shape("value", value, (batch, kv_heads, kv_length, value_dim))
+    _expect_broadcastable("gate", gate, (batch, tokens, query_heads, value_dim))
+    if mask is not None:
+        _expect_broadcastable("mask", mask, (batch, query_heads, tokens, kv_length))
+
+    if not mask_fill <= LARGEST_FINITE_FILL:
+        raise ValueError(f"mask_fill must be at most {LARGEST_FINITE_FILL}, not {mask_fill}")
+    if masked_row not in MASKED_ROWS:
+        raise ValueError(f"masked_row must be one of {MASKED_ROWS}, not {masked_row!r}")
+    if numerics not in NUMERICS:
+        raise ValueError(f"numerics must be one of {NUMERICS}, not {numerics!r}")
+
+
+def _validate_dtypes(
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor, mask: Tensor | None
+) -> None:
+    for name, tensor in {"query": query, "gate": gate}.items():
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} must be bfloat16, float16 or float32, not {tensor.dtype}")
+    for name, tensor in {"key": key, "value": value}.items():
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name} is {tensor.dtype} and query is {query.dtype}")
+    if mask is not None and mask.dtype not in (torch.bool, *DTYPES):
+        raise TypeError(f"mask must be boolean or floating, not {mask.dtype}")
+
+
+def _expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if any(_differ(size, wanted) for size, wanted in zip(tensor.shape, shape, strict=True)):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+
+
+def _expect_broadcastable(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if any(
+        _differ(size, 1) and _differ(size, full)
+        for size, full in zip(tensor.shape, shape, strict=True)
+    ):
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)} does not broadcast to {shape}")
+
+
+def _differ(size: int, wanted: int) -> bool:
+    """Whether two sizes are known to differ. Comparing symbolic ones would add a guard."""
+    return isinstance(size, int) and isinstance(wanted, int) and size != wanted
+
+
+def _fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    mask_fill: float,
+    masked_row: str,
+    numerics: str,
+) -> Tensor:
+    validate(
+        query,
+        key,
+        value,
+        gate,
+        mask,
+        mask_fill=mask_fill,
+        masked_row=masked_row,
+        numerics=numerics,
+    )
+    batch, query_heads, tokens, _ = query.shape
+    return query.new_empty((batch, tokens, query_heads, value.shape[3]))
+
+
+def _cuda(*operands: Any, scale: float, **modes: Any) -> Tensor:
+    validate(*operands, **modes)
+    return launch.run(*operands, scale=scale, **modes)
+
+
+def _cpu(*operands: Any, scale: float, **modes: Any) -> Tensor:
+    validate(*operands, **modes)
+    if launch.interpretable(operands[0].dtype):
+        return launch.run(*operands, scale=scale, **modes)
+    return reference.gated_decode_attention(*operands, scale=scale, **modes)
+
+
+def _refuse_backward(ctx: Any, grad: Tensor) -> None:
+    raise RuntimeError(f"{NAME} is for inference only: it has no gradient")
+
+
+torch.library.register_fake(NAME, _fake)
+torch.library.impl(NAME, "CUDA", _cuda)
+torch.library.impl(NAME, "CPU", _cpu)
+torch.library.register_autograd(NAME, _refuse_backward)

@@ -1,0 +1,210 @@
+"""Recogniser of attention that is spelled out: matmul, scale, mask, softmax, matmul.
+
+Both PyTorch's math path and hand-written attention look like this in the post-grad graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch.fx import Node
+
+from .attention import Attention, Sizes
+from .layout import Dim, Layout, Size
+from .logits import MATMULS, Logits, scaling, trace_logits
+from .reason import Decline, Reason
+from .softmax import Softmax, softmax_behind
+from .trace import Operand, backward, forward, shape, source, tensor, widened
+
+_LOWEST = torch.finfo(torch.float32).min
+
+
+def recognise_decomposed(node: Node) -> Attention | Decline | None:
+    """The attention whose second matmul is `node`; None if no softmax is multiplied there."""
+    softmax = softmax_behind(cast(Node, node.args[0]))
+    if softmax is None:
+        return None
+    weights = _name_axes(softmax.node)
+    start = Operand(softmax.node, weights) if weights else None
+    arriving = _follow(start, cast(Node, node.args[0])) if start else None
+    logits = trace_logits(Operand(softmax.argument, weights)) if weights else None
+    if isinstance(logits, Decline):
+        return logits
+    if arriving is None or logits is None or not _is_rows_by(arriving.layout, "query", "key"):
+        return _unreadable(node)
+    return _assemble(node, softmax, logits, arriving.layout)
+
+
+def _assemble(node: Node, softmax: Softmax, logits: Logits, weights: Layout) -> Attention | Decline:
+    product = logits.product
+    if not _is_rows_by(product.layout, "query", "key"):
+        return _unreadable(node)
+    leading = product.layout.dims[:-2]
+    head_dim, value_dim = shape(cast(Node, product.node.args[0]))[-1], shape(node)[-1]
+    query, query_scale = _unscaled(
+        _operand(product.node.args[0], leading, ("query", "dim"), product.layout, head_dim)
+    )
+    key, key_scale = _unscaled(
+        _operand(product.node.args[1], leading, ("dim", "key"), product.layout, head_dim)
+    )
+    value, value_scale = _unscaled(
+        _operand(node.args[1], weights.dims[:-2], ("key", "dim"), weights, value_dim)
+    )
+    result = _rounded_result(
+        Operand(node, _matrix(weights.dims[:-2], ("query", "dim"), weights, value_dim)),
+        tensor(query.node).dtype,
+    )
+    if value_scale != 1.0 or result is None:
+        return _unreadable(node)
+    if (leak := _used_outside(product.node, node)) is not None:
+        return Decline(
+            Reason.STATISTICS_USED, f"{leak.name}, inside the attention, is used elsewhere as well"
+        )
+    return Attention(
+        node=node,
+        producer="decomposed",
+        sizes=_sizes(product.layout, head_dim, value_dim),
+        query=query,
+        key=key,
+        value=value,
+        mask=logits.mask,
+        result=result,
+        scale=logits.scale * query_scale * key_scale,
+        masked_row="zero" if softmax.is_safe else "nan",
+        lowest_bias=_LOWEST,
+    )
+
+
+def _unreadable(node: Node) -> Decline:
+    return Decline(
+        Reason.ATTENTION_LAYOUT,
+        f"the matmuls around the softmax before {node.name} are not those of an attention",
+    )
+
+
+def _name_axes(node: Node) -> Layout | None:
+    """The axes of attention weights by their rank: (batch, [kv head,] head, query, key)."""
+    sizes = shape(node)
+    names = {
+        2: ("query", "key"),
+        3: ("head", "query", "key"),
+        4: ("batch", "head", "query", "key"),
+    }
+    if len(sizes) == 5 and isinstance(sizes[2], int):
+        axes = (
+            ("batch", sizes[0], 1),
+            ("head", sizes[1], sizes[2]),
+            ("head", sizes[2], 1),
+            ("query", sizes[3], 1),
+            ("key", sizes[4], 1),
+        )
+        return Layout.of(axes)
+    if len(sizes) not in names:
+        return None
+    return Layout.of((name, n, 1) for name, n in zip(names[len(sizes)], sizes, strict=True))
+
+
+def _follow(start: Operand, end: Node) -> Operand | None:
+    """`end` as a rearrangement of `start`, casts included."""
+    path = [end]
+    while path[-1] is not start.node:
+        origin = source(path[-1])
+        path.append(cast(Node, path[-1].args[0]) if origin is None else origin)
+    layout: Layout | None = start.layout
+    for node in reversed(path[:-1]):
+        if source(node) is not None and layout is not None:
+            layout = forward(node, layout)
+    return None if layout is None else Operand(end, layout)
+
+
+def _is_rows_by(layout: Layout, rows: str, columns: str) -> bool:
+    """Whether the last two dimensions are all of one axis each, and no other holds them."""
+    *_, row, column = layout.dims
+    return row == layout.of_axis(rows) and column == layout.of_axis(columns)
+
+
+def _matrix(leading: tuple[Dim, ...], axes: tuple[str, str], known: Layout, new: Size) -> Layout:
+    """A batch of matrices whose rows and columns are the named axes; "dim" has the size `new`."""
+    dim = Layout.of((("dim", new, 1),)).dims[0]
+    return Layout((*leading, *(dim if axis == "dim" else known.of_axis(axis) for axis in axes)))
+
+
+def _operand(
+    node: object, leading: tuple[Dim, ...], axes: tuple[str, str], known: Layout, new: Size
+) -> Operand:
+    return Operand(cast(Node, node), _matrix(leading, axes, known, new))
+
+
+def _unscaled(operand: Operand) -> tuple[Operand, float]:
+    """What `operand` is before exact casts to float32 and constant factors in float32."""
+    scale, found = 1.0, operand
+    current: Operand | None = operand
+    while current is not None:
+        node, following = current.node, backward(current.node, current.layout)
+        if following is None and _is_exact(node):
+            scale *= scaling(node) or 1.0
+            found = following = Operand(cast(Node, node.args[0]), current.layout)
+        current = following
+    return found, scale
+
+
+def _is_exact(node: Node) -> bool:
+    """Whether a node loses nothing to speak of: a wider dtype, or a constant factor in float32."""
+    if widened(node) is not None:
+        return True
+    return tensor(node).dtype is torch.float32 and scaling(node) not in (None, 0.0)
+
+
+def _rounded_result(result: Operand, dtype: torch.dtype) -> Operand | None:
+    """The output in the dtype of the query, through whatever rearranges it before the cast."""
+    current = result
+    while tensor(current.node).dtype is not dtype:
+        users = list(current.node.users)
+        if len(users) != 1:
+            return None
+        user = users[0]
+        if user.target is torch.ops.prims.convert_element_type.default:
+            return Operand(user, current.layout) if tensor(user).dtype is dtype else None
+        layout = forward(user, current.layout)
+        if layout is None:
+            return None
+        current = Operand(user, layout)
+    return current
+
+
+def _used_outside(first: Node, last: Node) -> Node | None:
+    """A value between the two matmuls that something outside the attention uses."""
+    inside = {first}
+    for node in _between(first, last):
+        if any(argument in inside for argument in node.all_input_nodes):
+            inside.add(node)
+    leading = _ancestors(last) & inside
+    return next((node for node in leading if not set(node.users) <= leading | {last}), None)
+
+
+def _between(first: Node, last: Node) -> Iterator[Node]:
+    node = first.next
+    while node is not last:
+        yield node
+        node = node.next
+
+
+def _ancestors(node: Node) -> set[Node]:
+    """Everything that the first argument of `node` is computed from, back to a matmul."""
+    pending, found = [cast(Node, node.args[0])], set[Node]()
+    while pending:
+        current = pending.pop()
+        if current not in found:
+            found.add(current)
+            pending.extend(current.all_input_nodes if current.target not in MATMULS else ())
+    return found
+
+
+def _sizes(logits: Layout, head_dim: Size, value_dim: Size) -> Sizes:
+    def size(axis: str) -> Size:
+        return math.prod(factor.size for factor in logits.of_axis(axis))
+
+    return Sizes(size("batch"), size("head"), size("query"), size("key"), head_dim, value_dim)

@@ -1,0 +1,126 @@
+"""Walking from a softmax back to the matmul that its logits come from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch.fx import Node
+
+from .attention import Mask
+from .layout import Layout, same_shape
+from .mask import LARGEST_FILL
+from .reason import Decline, Reason
+from .trace import Operand, aten, backward, constant, has_tensor, shape, source
+
+MATMULS = (aten.bmm.default, aten.mm.default)
+_SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+_CAST = torch.ops.prims.convert_element_type.default
+_LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What is between the first matmul and the softmax."""
+
+    product: Operand
+    scale: float = 1.0
+    mask: Mask | None = None
+
+
+def trace_logits(current: Operand) -> Logits | Decline:
+    """Walk from the softmax's argument back to the matmul that its logits come from."""
+    scale, mask = 1.0, None
+    while current.node.target not in MATMULS:
+        step = _before(current)
+        if step is None:
+            return Decline(
+                Reason.LOGITS,
+                f"{current.node.name} ({current.node.target}) changes the logits in a way that is "
+                "not a constant scale or one mask",
+            )
+        current, factor, found = step
+        if found is not None and (mask is not None or scale != 1.0):
+            return Decline(Reason.LOGITS, f"the mask {found.operand.node.name} is not added last")
+        scale, mask = scale * factor, mask or found
+    return Logits(current, scale, mask)
+
+
+def _before(current: Operand) -> tuple[Operand, float, Mask | None] | None:
+    """What `current` is made of in one step: earlier logits, a factor, and a mask."""
+    node, layout = current.node, current.layout
+    if (origin := backward(node, layout)) is not None:
+        return origin, 1.0, None
+    if node.op != "call_function" or not node.args or not has_tensor(node):
+        return None
+    if node.target is _CAST:
+        return Operand(cast(Node, node.args[0]), layout), 1.0, None
+    if (scaled := scaling(node)) is not None:
+        return Operand(cast(Node, node.args[0]), layout), scaled, None
+    if node.target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:
+        return _added_mask(node, layout)
+    if node.target is aten.where.self:
+        return _selected_mask(node, layout)
+    return None
+
+
+def scaling(node: Node) -> float | None:
+    """The constant that a node multiplies its first argument by."""
+    if node.target not in _SCALINGS or not has_tensor(node.args[0]):
+        return None
+    factor = constant(node.args[1])
+    if factor is None or not same_shape(shape(cast(Node, node.args[0])), shape(node)):
+        return None
+    if node.target in (aten.div.Tensor, aten.div.Scalar):
+        return 1.0 / factor if factor and "rounding_mode" not in node.kwargs else None
+    return factor
+
+
+def _added_mask(node: Node, layout: Layout) -> tuple[Operand, float, Mask | None] | None:
+    first, second = node.args
+    if not (has_tensor(first) and has_tensor(second)):
+        return None
+    logits, mask = cast(Node, first), cast(Node, second)
+    if not _comes_from_matmul(logits):
+        logits, mask = mask, logits
+    return _with_mask(node, layout, logits, mask)
+
+
+def _with_mask(
+    node: Node, layout: Layout, logits: Node, mask: Node, **meaning: float | bool
+) -> tuple[Operand, float, Mask | None] | None:
+    seen = layout.shrink(shape(mask), shape(node))
+    if seen is None or not same_shape(shape(logits), shape(node)):
+        return None
+    return Operand(logits, layout), 1.0, Mask(Operand(mask, seen), **meaning)  # type: ignore[arg-type]
+
+
+def _selected_mask(node: Node, layout: Layout) -> tuple[Operand, float, Mask | None] | None:
+    """`where(keep, logits, fill)` or `where(drop, fill, logits)`."""
+    condition, first, second = node.args
+    if not has_tensor(condition):
+        return None
+    inverted = constant(first) is not None
+    logits, fill = (second, constant(first)) if inverted else (first, constant(second))
+    if fill is None or not fill <= LARGEST_FILL or not has_tensor(logits):
+        return None
+    # The fill takes the place of the logit, so that a row of it is uniform, whatever its value.
+    fill = fill if fill == -math.inf else _LOWEST
+    return _with_mask(
+        node, layout, cast(Node, logits), cast(Node, condition), fill=fill, inverted=inverted
+    )
+
+
+def _comes_from_matmul(node: Node) -> bool:
+    """Whether the first arguments lead from `node` to a matmul before anything else."""
+    passing = (*_SCALINGS, _CAST)
+    while node.target not in MATMULS:
+        origin = source(node)
+        if origin is None and node.target in passing:
+            origin = cast(Node, node.args[0])
+        if origin is None:
+            return False
+        node = origin
+    return True

@@ -1,0 +1,255 @@
+"""Attention that is spelled out: what is read as attention, with which meaning, and what is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+B, H, KV, S, D = 2, 8, 2, 40, 16
+OPTIONS = {"fusion_pass.devices": ("cpu",), "fusion_pass.strict": True}
+
+Spelling = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def inputs(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, ...]:
+    """Query, K, V and a mask that lets each batch row see keys of its own."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
+
+    keep = torch.rand(B, 1, 1, S, generator=generator) < 0.5
+    return draw(B, H, 1, D), draw(B, KV, S, D), draw(B, KV, S, D), keep, draw(B, 1, H * D)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor[:, :, None].expand(B, KV, H // KV, S, D).reshape(B, H, S, D)
+
+
+def gated(spelling: Spelling) -> Callable[..., Tensor]:
+    def model(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, gate: Tensor) -> Tensor:
+        output = spelling(query, key, value, keep)
+        return output.transpose(1, 2).reshape(B, 1, -1) * torch.sigmoid(gate)
+
+    return model
+
+
+def bias(keep: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros_like(keep, dtype=like.dtype).masked_fill(~keep, torch.finfo(like.dtype).min)
+
+
+def eager(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    """transformers' eager attention."""
+    logits = query @ wide(key).transpose(2, 3) * 0.25 + bias(keep, query)
+    weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(query.dtype)
+    return weights @ wide(value)
+
+
+def math_path(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    with sdpa_kernel([SDPBackend.MATH]):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=keep, enable_gqa=True)
+
+
+def filled(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    logits = (query @ wide(key).mT) / 4.0
+    return logits.masked_fill(~keep, -math.inf).softmax(-1) @ wide(value)
+
+
+def scaled_query(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    logits = (query * 0.25) @ wide(key).mT
+    return logits.masked_fill(keep.logical_not(), -1e30).softmax(-1) @ wide(value)
+
+
+def grouped(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    """Five dimensions, K and V broadcast over the group."""
+    logits = query.reshape(B, KV, H // KV, 1, D) @ key[:, :, None].mT * 0.25
+    weights = logits.masked_fill(~keep[:, :, None], -math.inf).softmax(-1)
+    return (weights @ value[:, :, None]).reshape(B, H, 1, D)
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    return (query @ wide(key).mT).softmax(-1) @ wide(value)
+
+
+SPELLINGS = [eager, math_path, filled, scaled_query, grouped, plain]
+
+
+def run(spelling: Spelling, args: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The result of stock and of the pass, without the patterns by which stock makes SDPA of it."""
+    model = gated(spelling)
+    with torch.no_grad(), torch._inductor.config.patch(pattern_matcher=False):
+        stock = torch.compile(model)(*args)
+        torch._dynamo.reset()
+        return stock, torch.compile(model, backend="fusion_pass", options=OPTIONS)(*args)
+
+
+def exact(spelling: Spelling, args: tuple[Tensor, ...]) -> Tensor:
+    with torch.no_grad():
+        return gated(spelling)(*[x.double() if x.is_floating_point() else x for x in args])
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_fires(spelling: Spelling) -> None:
+    args = inputs()
+    stock, found = run(spelling, args)
+    assert counters["fusion_pass"] == {"fused": 1}
+    truth = exact(spelling, args)
+    assert (found - truth).norm() <= 1.5 * (stock - truth).norm()
+
+
+@pytest.mark.parametrize("spelling", [eager, math_path, filled])
+def test_fires_in_bfloat16(spelling: Spelling) -> None:
+    args = inputs(torch.bfloat16)
+    stock, found = run(spelling, args)
+    assert counters["fusion_pass"] == {"fused": 1}
+    assert (found.float() - stock.float()).norm() <= 2**-7 * stock.float().norm()
+
+
+@pytest.mark.parametrize(
+    ("spelling", "row"),
+    [(eager, "mean"), (math_path, "zero"), (filled, "nan"), (scaled_query, "mean")],
+)
+def test_a_row_that_is_masked_entirely(spelling: Spelling, row: str) -> None:
+    """Every producer has an answer of its own, and it is kept."""
+    query, key, value, keep, gate = inputs()
+    keep[1] = False
+    stock, found = run(spelling, (query, key, value, keep, gate))
+    assert counters["fusion_pass"] == {"fused": 1}
+    torch.testing.assert_close(found, stock, equal_nan=True)
+    mean = wide(value)[1].mean(1).reshape(1, -1) * torch.sigmoid(gate[1])
+    expected = {"mean": mean, "zero": mean * 0, "nan": mean * math.nan}[row]
+    torch.testing.assert_close(found[1], expected, equal_nan=True)
+    assert found[0].isfinite().all()
+
+
+def wrong_dim(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    """A softmax over the query tokens: ones everywhere."""
+    return (query @ wide(key).mT).softmax(2) @ wide(value)
+
+
+def over_heads(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    return (query @ wide(key).mT).softmax(1) @ wide(value)
+
+
+def softcap(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    return (torch.tanh(query @ wide(key).mT / 30) * 30).softmax(-1) @ wide(value)
+
+
+def masked_before_scaling(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    return ((query @ wide(key).mT + bias(keep, query) * 1e-38) * 0.25).softmax(-1) @ wide(value)
+
+
+def two_masks(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    logits = query @ wide(key).mT + bias(keep, query) * 1e-38 + value.sum(-1)[:, :1, None]
+    return logits.softmax(-1) @ wide(value)
+
+
+def tensor_scale(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    return (query @ wide(key).mT * query.abs().mean()).softmax(-1) @ wide(value)
+
+
+def scaled_weights(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    return ((query @ wide(key).mT).softmax(-1) * 0.5) @ wide(value)
+
+
+def scaled_values(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    return (query @ wide(key).mT).softmax(-1) @ (wide(value) * 0.5)
+
+
+def sinks(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    logits = query @ wide(key).mT
+    extra = torch.full((B, H, 1, 1), 2.0)
+    return torch.cat([logits, extra], -1).softmax(-1)[..., :-1] @ wide(value)
+
+
+def off_by_one(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    exp = (query @ wide(key).mT).exp()
+    return (exp / (1 + exp.sum(-1, keepdim=True))) @ wide(value)
+
+
+def squared(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    weights = (query @ wide(key).mT).softmax(-1)
+    return (weights * weights) @ wide(value)
+
+
+NEAR_MISSES = [
+    wrong_dim,
+    over_heads,
+    softcap,
+    masked_before_scaling,
+    two_masks,
+    tensor_scale,
+    scaled_weights,
+    sinks,
+    off_by_one,
+    squared,
+]
+
+
+@pytest.mark.parametrize("spelling", NEAR_MISSES)
+def test_near_misses_stay_as_they_are(spelling: Spelling) -> None:
+    stock, found = run(spelling, inputs())
+    assert counters["fusion_pass"]["fused"] == 0
+    assert torch.equal(found, stock)
+
+
+def test_scaled_values_are_values() -> None:
+    """A constant on V is no part of the attention, but does not hide it either."""
+    args = inputs()
+    stock, found = run(scaled_values, args)
+    torch.testing.assert_close(found, stock)
+
+
+def exchanged(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    """Heads and head_dim of K exchanged where both are 16."""
+    return (query @ key.transpose(1, 3).mT).softmax(-1) @ value
+
+
+def untransposed(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    """K not transposed where S == D: a sum over keys instead of dims."""
+    return (query @ key).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("spelling", [exchanged, untransposed])
+def test_sizes_that_coincide(spelling: Spelling) -> None:
+    """Hq == Hkv == S == D: whatever is made of it, it computes the same."""
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(B, 16, 1, 16, generator=generator)
+    key, value = (torch.randn(B, 16, 16, 16, generator=generator) for _ in range(2))
+    gate = torch.randn(B, 1, 256, generator=generator)
+    stock, found = run(spelling, (query, key, value, torch.ones(B, 1, 1, 16) > 0, gate))
+    torch.testing.assert_close(found, stock)
+
+
+@torch.no_grad()
+def test_weights_that_are_returned_as_well() -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, gate: Tensor) -> Any:
+        weights = (query @ wide(key).mT).softmax(-1)
+        output = (weights @ wide(value)).transpose(1, 2).reshape(B, 1, -1)
+        return output * torch.sigmoid(gate), weights
+
+    args = inputs()
+    stock = torch.compile(model)(*args)
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="fusion_pass", options=OPTIONS)(*args)
+    assert counters["fusion_pass"] == {"declined": 1, "declined: softmax-statistics-used": 1}
+    assert all(torch.equal(a, b) for a, b in zip(found, stock, strict=True))
+
+
+@torch.no_grad()
+def test_plain_matmuls_are_nothing_to_the_pass() -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return (x @ y).softmax(-1) + (x.mean() @ y if x.dim() == 0 else y)
+
+    torch.compile(model, backend="fusion_pass", options=OPTIONS)(
+        torch.randn(4, 4), torch.randn(4, 4)
+    )
+    assert not counters["fusion_pass"]

@@ -1,0 +1,76 @@
+"""The demo and the command line, run as a user would."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fusion_pass
+
+
+def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fusion_pass", *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("interpret", "ran"), [("0", "torch reference"), ("1", "interpreted")])
+def test_demo_shows_the_match_and_the_errors(interpret: str, ran: str) -> None:
+    if interpret == "1":
+        pytest.importorskip("triton")
+    result = cli("demo", "--steps", "4", TRITON_INTERPRET=interpret, CUDA_VISIBLE_DEVICES="")
+    if interpret == "1" and "only 0-dimensional arrays" in result.stderr:
+        pytest.skip("the interpreter of Triton 3.6 does not run with numpy 2.4")
+    assert result.returncode == 0, result.stderr
+    before, after = result.stdout.split("After:")
+    assert "scaled_dot_product" in before
+    assert "sigmoid" in before
+    assert "gated_decode_attention" not in before
+    assert after.count("fusion_pass.gated_decode_attention") == 1
+    match = re.search(r"(\d+) of (\d+) gated attentions fused", result.stdout)
+    assert match
+    assert match[1] == match[2] != "0"
+    assert re.search(r"float64: stock [\d.e-]+, fused [\d.e-]+", result.stdout)
+    (line,) = re.findall("^No GPU: .*", result.stdout, re.MULTILINE)
+    assert ran in line.split("(")[0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_demo_times_the_step_on_a_gpu() -> None:
+    result = cli("demo", "--steps", "4")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"ran on {torch.cuda.get_device_name()}" in result.stdout
+    times = re.search(r"live tokens: stock ([\d.]+) ms, fused ([\d.]+) ms", result.stdout)
+    assert times
+    assert float(times[2]) < float(times[1])
+
+
+def test_demo_fails_where_nothing_is_fused() -> None:
+    result = cli("demo", "--steps", "1", FUSION_PASS="0")
+    assert result.returncode == 1
+    assert "0 of" in result.stdout
+    assert "it is off" in result.stdout
+
+
+@pytest.mark.parametrize("steps", ["0", "65"])
+def test_demo_refuses_what_the_cache_does_not_hold(steps: str) -> None:
+    result = cli("demo", "--steps", steps)
+    assert result.returncode == 2
+    assert "1 to 64 tokens" in result.stderr
+
+
+def test_version() -> None:
+    assert cli("--version").stdout.strip() == f"fusion_pass {fusion_pass.__version__}"
+
+
+def test_a_command_is_needed() -> None:
+    assert cli().returncode == 2

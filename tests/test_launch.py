@@ -1,0 +1,180 @@
+"""Tile choice as a pure function, and the launches built from concrete and symbolic sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import sympy
+import torch
+
+from fusion_pass import launch
+from fusion_pass.launch import LaunchConfig, Limits, Operand, Problem, Unlaunchable
+
+H200 = Limits("cuda", 90, 132, 232448)
+PROBLEM = Problem(1, 16, 2, 1, 32768, 256, 256, torch.bfloat16, "bool")
+
+
+def choose(limits: Limits = H200, **changes: object) -> LaunchConfig:
+    return launch.choose(dataclasses.replace(PROBLEM, **changes), limits)
+
+
+@pytest.mark.parametrize("shared_memory", [64, 99, 163, 227])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_cover_the_problem(dtype: torch.dtype, shared_memory: int) -> None:
+    limits = Limits("cuda", 90, 132, shared_memory * 1024)
+    for head_dim, group, tokens in itertools.product((16, 40, 192, 256), (1, 3, 64), (1, 16)):
+        config = choose(
+            limits,
+            dtype=dtype,
+            head_dim=head_dim,
+            query_heads=2 * group,
+            query_tokens=tokens,
+        )
+        assert config.block_d >= head_dim
+        assert 16 <= config.block_n <= 128
+        assert 16 <= config.block_m <= 64
+        assert config.block_m <= max(16, 8192 // config.block_v)
+        for size in (config.block_m, config.block_n, config.block_d, config.reduce_block_v):
+            assert size & (size - 1) == 0
+
+
+def test_shared_memory_that_fits_nothing_is_refused() -> None:
+    with pytest.raises(Unlaunchable, match=r"head_dim 256 .* shared memory"):
+        choose(Limits("cuda", 90, 132, 16 * 1024))
+
+
+def test_rows_of_a_kv_head_share_one_tile() -> None:
+    assert choose(query_heads=6, query_tokens=8).block_m == 32
+    assert choose(query_heads=128, head_dim=128, value_dim=128).block_m == 64
+
+
+def test_splits_fill_the_device_twice_and_no_more() -> None:
+    for batch, length in itertools.product((1, 8, 64, 512), (4096, 131072)):
+        config = choose(batch=batch, kv_length=length)
+        assert config.num_splits == 1 or batch * 2 * config.num_splits <= 2 * 132
+        if batch * 2 < 132:
+            assert batch * 2 * config.num_splits > 132 or config.num_splits == launch_cap(length)
+
+
+def launch_cap(length: int) -> int:
+    return min(128, math.ceil(length / choose().block_n))
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 33, 512, 1000])
+def test_no_more_splits_than_tiles(length: int) -> None:
+    config = choose(kv_length=length)
+    assert 1 <= config.num_splits <= math.ceil(length / config.block_n)
+
+
+def test_scratch_traffic_stays_below_that_of_keys_and_values() -> None:
+    config = choose(query_heads=128, query_tokens=16, kv_length=1024)
+    scratch = 2 * 4 * config.num_splits * 128 * 16 * 256
+    assert config.num_splits == 1 or scratch <= 2 * 1024 * 2 * 256 * 2
+
+
+def test_symbolic_sizes_are_taken_for_a_long_context_of_one_sequence() -> None:
+    assert choose(batch=None, kv_length=None) == choose(batch=1, kv_length=1 << 20)
+
+
+def test_amd_is_not_pipelined() -> None:
+    assert choose(Limits("hip", "gfx942", 304, 65536)).split_stages == 1
+
+
+def test_choice_is_independent_of_call_order() -> None:
+    assert choose(batch=3) == choose(batch=3)
+    assert hash(PROBLEM) == hash(dataclasses.replace(PROBLEM))
+
+
+def _operand(*size: object, dtype: torch.dtype = torch.bfloat16) -> Operand:
+    stride: list[object] = [1]
+    for extent in reversed(size[1:]):
+        stride.insert(0, stride[0] * extent)
+    return Operand("pointer", size, tuple(stride), dtype)
+
+
+def _launches(batch: object, length: object, mask: Operand | None) -> tuple[launch.Launch, ...]:
+    pytest.importorskip("triton")
+    query = _operand(batch, 16, 1, 256)
+    key = _operand(batch, 2, length, 256)
+    config = launch.choose(launch.problem_of(query, key, key, mask), H200)
+    return launch.launches(
+        config,
+        query=query,
+        key=key,
+        value=key,
+        gate=_operand(batch, 1, 16, 1),
+        mask=mask,
+        output="output",
+        accumulator="accumulator",
+        statistics="statistics",
+        scale=0.0625,
+        mask_fill=-math.inf,
+        masked_row="nan",
+        numerics="compiled",
+    )
+
+
+def test_launches_take_symbolic_sizes() -> None:
+    batch, length = sympy.symbols("s0 s1", integer=True, positive=True)
+    mask = _operand(batch, 1, 1, length, dtype=torch.bool)
+    split, reduce = _launches(batch, length, mask)
+    assert split.grid == (2 * batch, 128, 1)
+    assert reduce.grid[0] == 16 * batch
+    assert split.arguments["kv_length"] == length
+    assert split.arguments["stride_kb"] == 512 * length
+    sizes = launch.scratch_sizes(choose(), _operand(batch, 16, 1, 256), _operand(1, 2, 3, 256))
+    assert sizes["statistics"] == (batch, 16, 1, 2, 128)
+
+
+def test_sympy_integers_become_ints() -> None:
+    one = sympy.Integer(1)
+    split, _ = _launches(one, sympy.Integer(512), None)
+    assert type(split.arguments["kv_length"]) is int
+    assert type(split.grid[0]) is int
+
+
+def test_broadcast_dimensions_get_stride_zero() -> None:
+    mask = Operand("mask", (4, 1, 1, 512), (512, 77, 99, 1), torch.bool)
+    split, reduce = _launches(4, 512, mask)
+    strides = [split.arguments[f"stride_m{dim}"] for dim in "bhtn"]
+    assert strides == [512, 0, 0, 1]
+    assert split.arguments["MASK_ROWS"] == 1
+    assert reduce.arguments["stride_gd"] == 0
+
+
+def test_expanded_mask_counts_as_one_row_and_a_mask_a_head_does_not() -> None:
+    expanded = Operand("mask", (4, 16, 1, 512), (512, 0, 512, 1), torch.bool)
+    assert _launches(4, 512, expanded)[0].arguments["MASK_ROWS"] == 1
+    per_head = _operand(4, 16, 1, 512, dtype=torch.bool)
+    assert _launches(4, 512, per_head)[0].arguments["MASK_ROWS"] == 16
+
+
+def test_infinite_fill_is_a_mode_and_no_number() -> None:
+    mask = _operand(4, 1, 1, 512, dtype=torch.bool)
+    for step in _launches(4, 512, mask):
+        constants = [value for value in step.arguments.values() if isinstance(value, float)]
+        assert all(map(math.isfinite, constants))
+    assert _launches(4, 512, mask)[1].arguments["MASKED_ROW"] == "nan"
+
+
+def test_float32_precision_follows_torch() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        allowed = "ieee" if torch.version.hip else "tf32"
+        assert launch.float32_precision(torch.float32, cuda) == allowed
+        assert launch.float32_precision(torch.bfloat16, cuda) == "ieee"
+        assert launch.float32_precision(torch.float32, cpu) == "ieee"
+        torch.set_float32_matmul_precision("highest")
+        assert launch.float32_precision(torch.float32, cuda) == "ieee"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(Unlaunchable, match="meta"):
+        launch.device_limits(torch.device("meta"))
