@@ -15,7 +15,7 @@ from fusion_pass.patterns import Decline, GatedAttention, Reason
 from fusion_pass.patterns.trace import source, tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_QUERY_TOKENS = 1
+MAX_QUERY_TOKENS = 16
 MAX_GROUP = 64
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 512, 8
 
@@ -27,6 +27,7 @@ class Context:
     graph: Graph
     config: Config
     is_inference: bool
+    numerics: str
 
     @cached_property
     def _position(self) -> dict[Node, int]:
@@ -83,7 +84,7 @@ def operands(match: GatedAttention) -> list[Node]:
         match.attention.query.node,
         match.key_value.key.node,
         match.key_value.value.node,
-        match.gate.logits.node,
+        match.gate.sigmoid.argument.node,
     ]
     return found + ([match.mask.operand.node] if match.mask else [])
 
@@ -175,6 +176,16 @@ def _group(match: GatedAttention, context: Context) -> Decline | None:
     )
 
 
+def _numerics(match: GatedAttention, context: Context) -> Decline | None:
+    if context.numerics != "eager" or not match.gate.sigmoid.is_spelled_out:
+        return None
+    return Decline(
+        Reason.NUMERICS,
+        "a sigmoid written as 1 / (1 + exp(-x)) rounds at every step in eager torch; write "
+        "torch.sigmoid(x), or use the numerics compiled or fp32",
+    )
+
+
 def _mutation(match: GatedAttention, context: Context) -> Decline | None:
     for operand in operands(match):
         if context.mutated_before(operand, match.gate.product.node):
@@ -191,5 +202,6 @@ _GUARDS: tuple[Callable[[GatedAttention, Context], Decline | None], ...] = (
     _query_tokens,
     _head_dim,
     _group,
+    _numerics,
     _mutation,
 )

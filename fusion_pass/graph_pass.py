@@ -50,7 +50,8 @@ class GatedAttentionPass(InferenceGraphPass):
         before = str(graph) if self.config.dump else ""
         if is_inference is None:
             is_inference = traced_for_inference()
-        context = eligibility.Context(graph, self.config, is_inference)
+        numerics = "eager" if inductor_config.emulate_precision_casts else self.config.numerics
+        context = eligibility.Context(graph, self.config, is_inference, numerics)
         sites = [self._visit(graph, node, context) for node in candidates]
         report = GraphReport(tuple(site for site in sites if site is not None))
         after = str(graph) if self.config.dump else ""
@@ -92,8 +93,7 @@ class GatedAttentionPass(InferenceGraphPass):
         if isinstance(plan, Decline):
             return plan
         lowering.register()
-        emulates_eager = inductor_config.emulate_precision_casts
-        rewrite.fuse(graph, plan, "eager" if emulates_eager else self.config.numerics)
+        rewrite.fuse(graph, plan, context.numerics)
         return None
 
 
@@ -111,7 +111,7 @@ def _describe(found: Recognition) -> Site:
         query=_spell(attention.query.node) if attention else "",
         key=_spell(stored.key.node if stored else attention.key.node) if attention else "",
         value=_spell(stored.value.node if stored else attention.value.node) if attention else "",
-        gate=_spell(match.gate.logits.node) if match else None,
+        gate=_spell(match.gate.sigmoid.argument.node) if match else None,
         mask=_spell(match.mask.operand.node) if match and match.mask else None,
         source=_source(found.node),
     )

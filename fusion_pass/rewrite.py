@@ -63,7 +63,7 @@ def plan(match: GatedAttention) -> Plan | Decline:
             return Decline(
                 Reason.MASK_LAYOUT, "the mask cannot be read as (batch, heads, query tokens, keys)"
             )
-    gate = _into(match.gate.logits, _RESULT_AXES)
+    gate = _into(match.gate.sigmoid.argument, _RESULT_AXES)
     if gate is None:
         return Decline(
             Reason.GATE_LAYOUT, "the gate cannot be read as (batch, query tokens, heads, dim)"
@@ -105,23 +105,18 @@ def fuse(graph: Graph, plan: Plan, numerics: str) -> Node:
         query = _converted(insert, attention.query.node, plan.query)
         key = _stored(insert, match.key_value.key, plan.key, attention)
         value = _stored(insert, match.key_value.value, plan.value, attention)
-        gate = _converted(insert, match.gate.logits.node, plan.gate)
-        mask = None
-        if match.mask is not None and plan.mask is not None:
-            mask = _converted(insert, match.mask.operand.node, plan.mask)
-            if match.mask.inverted:
-                mask = insert(aten.logical_not.default, mask)
+        gate = _converted(insert, match.gate.sigmoid.argument.node, plan.gate)
         fused = insert(
             torch.ops.fusion_pass.gated_decode_attention.default,
             query,
             key,
             value,
             gate,
-            mask,
+            _mask(insert, plan),
             scale=attention.scale,
             mask_fill=match.mask.fill if match.mask else -torch.inf,
             masked_row=attention.masked_row,
-            numerics=numerics,
+            **_rounding(match, numerics),
         )
         result = _converted(insert, fused, plan.result)
         _check_result(result, product)
@@ -188,6 +183,52 @@ def _stored(
         return node
     batch = insert.size(attention.query.node, attention.sizes.batch)
     return insert(aten.expand.default, node, [batch, -1, -1, -1])
+
+
+def _mask(insert: _Inserter, plan: Plan) -> Node | None:
+    """The mask as `(B|1, Hq|1, Q|1, S|1)`, True where a boolean one lets a query see a key."""
+    mask, attention = plan.match.mask, plan.match.attention
+    if attention.is_causal:
+        return _causal_mask(insert, attention)
+    if mask is None or plan.mask is None:
+        return None
+    node = _converted(insert, mask.operand.node, plan.mask)
+    return insert(aten.logical_not.default, node) if mask.inverted else node
+
+
+def _causal_mask(insert: _Inserter, attention: Attention) -> Node:
+    """Query token `i` sees the keys `0` to `i`."""
+    device = tensor(attention.query.node).device
+    query, key = (
+        insert(
+            torch.ops.prims.iota.default,
+            size,
+            start=0,
+            step=1,
+            dtype=torch.int64,
+            device=device,
+            requires_grad=False,
+        )
+        for size in (
+            attention.sizes.query_tokens,
+            insert.size(attention.key.node, attention.sizes.kv_length),
+        )
+    )
+    visible = insert(aten.le.Tensor, key, insert(aten.unsqueeze.default, query, -1))
+    return insert(aten.unsqueeze.default, insert(aten.unsqueeze.default, visible, 0), 0)
+
+
+def _rounding(match: GatedAttention, numerics: str) -> dict[str, Any]:
+    """Where the gate rounds, as arguments of the operator; its defaults are left out."""
+    attention, sigmoid = match.attention, match.gate.sigmoid
+    if numerics == "compiled" and not attention.is_rounded:
+        numerics = "fp32"
+    rounding: dict[str, Any] = {"numerics": numerics}
+    if sigmoid.dtype is not tensor(sigmoid.argument.node).dtype:
+        rounding["sigmoid_dtype"] = sigmoid.dtype
+    if tensor(match.gate.product.node).dtype is not tensor(attention.query.node).dtype:
+        rounding["dtype"] = tensor(match.gate.product.node).dtype
+    return rounding
 
 
 def _converted(insert: _Inserter, node: Node, conversion: Conversion) -> Node:

@@ -70,8 +70,11 @@ class Attention:
             holds the leading digits of the query's: query head `h` reads `h // (Hq // Hkv)`.
         value: the same axes; its dim is the value's.
         mask: what is added to the scaled logits, if anything.
+        is_causal: whether query token `i` sees the keys `0` to `i` alone.
         result: the output; axes batch, head, query and dim.
         scale: factor of the logits.
+        is_rounded: whether Inductor rounds the output to its dtype before it is used, as it does
+            where an operator writes it to memory, and not where a cast in its own kernel does.
         masked_row: `"zero"` or `"nan"`, the result of a row whose logits are all -inf.
         lowest_bias: what is added to a logit counts as -inf below this.
     """
@@ -83,7 +86,9 @@ class Attention:
     key: Operand
     value: Operand
     mask: Mask | None
+    is_causal: bool
     result: Operand
     scale: float
+    is_rounded: bool
     masked_row: str
     lowest_bias: float

@@ -17,7 +17,7 @@ from .layout import Dim, Layout, Size
 from .logits import MATMULS, Logits, scaling, trace_logits
 from .reason import Decline, Reason
 from .softmax import Softmax, softmax_behind
-from .trace import Operand, backward, forward, shape, source, tensor, widened
+from .trace import CAST, Operand, backward, forward, shape, source, tensor, widened
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -71,8 +71,10 @@ def _assemble(node: Node, softmax: Softmax, logits: Logits, weights: Layout) -> 
         key=key,
         value=value,
         mask=logits.mask,
+        is_causal=False,
         result=result,
         scale=logits.scale * query_scale * key_scale,
+        is_rounded=tensor(node).dtype is tensor(result.node).dtype,
         masked_row="zero" if softmax.is_safe else "nan",
         lowest_bias=_LOWEST,
     )
@@ -166,7 +168,7 @@ def _rounded_result(result: Operand, dtype: torch.dtype) -> Operand | None:
         if len(users) != 1:
             return None
         user = users[0]
-        if user.target is torch.ops.prims.convert_element_type.default:
+        if user.target is CAST:
             return Operand(user, current.layout) if tensor(user).dtype is dtype else None
         layout = forward(user, current.layout)
         if layout is None:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from .attention import Attention, Mask, Sizes
-from .layout import Layout, Size, differ
+from .layout import Layout, Size, differ, same
 from .reason import Decline, Reason
 from .trace import Operand, arguments, aten, has_tensor, shape
 
@@ -59,8 +59,8 @@ def _recogniser(producer: _Producer) -> Callable[[Node], Attention | Decline]:
     def recognise(node: Node) -> Attention | Decline:
         call = arguments(node)
         output = _first_result(node)
-        if refusal := _refuse_call(call):
-            return refusal
+        if call["dropout_p"] != 0.0:
+            return Decline(Reason.DROPOUT, f"dropout_p is {call['dropout_p']}")
         if isinstance(output, Decline):
             return output
         query, key, value = call["query"], call["key"], call["value"]
@@ -70,6 +70,12 @@ def _recogniser(producer: _Producer) -> Callable[[Node], Attention | Decline]:
                 Reason.ATTENTION_LAYOUT,
                 f"query, key and value of {node.name} are not (batch, heads, tokens, dim) with "
                 "key and value heads that divide the query's",
+            )
+        if call["is_causal"] and not _is_causal_from_the_left(producer, sizes):
+            return Decline(
+                Reason.CAUSAL,
+                "whether is_causal=True counts from the first key or from the last is not known "
+                "of flash attention with fewer query tokens than keys; pass a mask instead",
             )
         scale = _scale(call["scale"], sizes.head_dim)
         if scale is None:
@@ -85,8 +91,10 @@ def _recogniser(producer: _Producer) -> Callable[[Node], Attention | Decline]:
             key=Operand(key, _stored(sizes, key)),
             value=Operand(value, _stored(sizes, value)),
             mask=mask,
+            is_causal=call["is_causal"],
             result=Operand(output, sizes.layout("batch", "head", "query", "value_dim")),
             scale=scale,
+            is_rounded=True,
             masked_row="zero",
             lowest_bias=producer.lowest_bias,
         )
@@ -94,15 +102,11 @@ def _recogniser(producer: _Producer) -> Callable[[Node], Attention | Decline]:
     return recognise
 
 
-def _refuse_call(call: dict[str, Any]) -> Decline | None:
-    if call["dropout_p"] != 0.0:
-        return Decline(Reason.DROPOUT, f"dropout_p is {call['dropout_p']}")
-    if call["is_causal"]:
-        return Decline(
-            Reason.CAUSAL,
-            "is_causal=True lets the first query token see one key alone; pass a mask instead",
-        )
-    return None
+def _is_causal_from_the_left(producer: _Producer, sizes: Sizes) -> bool:
+    """Whether `is_causal` lets query token `i` see the keys `0` to `i`, as SDPA defines it."""
+    # The flash kernel itself counts from the right; SDPA gives it equally many tokens alone.
+    square = same(sizes.query_tokens, sizes.kv_length)
+    return square or producer.target is not aten._scaled_dot_product_flash_attention.default
 
 
 def _first_result(node: Node) -> Node | Decline:

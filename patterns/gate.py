@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch.fx import Node
 
 from .attention import Attention
-from .layout import Layout, same_shape
+from .layout import same_shape
 from .reason import Decline, Reason
-from .trace import Operand, aten, forward, furthest, has_tensor, shape, source, tensor
+from .sigmoid import Sigmoid, sigmoid_behind
+from .trace import CAST, Operand, aten, forward, has_tensor, shape, source, tensor, widened
+
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -18,12 +22,13 @@ class Gate:
     """The multiplication of an attention's output by a sigmoid.
 
     Attributes:
-        product: the `mul` node, with the axes batch, query, head and dim in its own arrangement.
-        logits: what the sigmoid is taken of; each axis present or broadcast.
+        product: the gated output, with the axes batch, query, head and dim in its own arrangement:
+            the `mul` node or, where that is in float32, the cast that rounds it.
+        sigmoid: the other factor; its argument has each axis present or broadcast.
     """
 
     product: Operand
-    logits: Operand
+    sigmoid: Sigmoid
 
 
 def find_gate(attention: Attention) -> Gate | Decline:
@@ -42,17 +47,17 @@ def find_gate(attention: Attention) -> Gate | Decline:
             f"the gate {gate.name} {list(shape(gate))} does not broadcast to the attention output "
             f"{list(shape(product.node))}",
         )
-    logits = _sigmoid_argument(Operand(gate, layout))
-    if logits is None:
+    sigmoid = sigmoid_behind(Operand(gate, layout))
+    if sigmoid is None:
         return Decline(
             Reason.NOT_SIGMOID,
             f"the output is multiplied by {gate.name} ({gate.target}), which is not a sigmoid",
         )
-    return _refuse_dtypes(attention, product, gate, logits) or Gate(product, logits)
+    return _refuse_dtypes(attention, product.node, sigmoid) or Gate(_rounded(product), sigmoid)
 
 
 def _reach_product(attention: Attention) -> tuple[Node, Operand] | Decline:
-    """Follow the output through whatever rearranges it to the multiplication that ends it."""
+    """Follow the output through whatever rearranges or widens it to its multiplication."""
     current = attention.result
     while True:
         users = list(current.node.users)
@@ -69,7 +74,7 @@ def _reach_product(attention: Attention) -> tuple[Node, Operand] | Decline:
                     Reason.GATE_LAYOUT, f"{user.name} broadcasts the output to {list(shape(user))}"
                 )
             return current.node, Operand(user, current.layout)
-        layout = forward(user, current.layout)
+        layout = current.layout if widened(user) is not None else forward(user, current.layout)
         if layout is None:
             return _refuse_user(user)
         current = Operand(user, layout)
@@ -94,34 +99,27 @@ def _other_factor(product: Node, arriving: Node) -> Node | Decline:
     return cast(Node, others[0])
 
 
-def _sigmoid_argument(gate: Operand) -> Operand | None:
-    """What the sigmoid is taken of, read as early in the graph as it can be."""
-    whole = {axis: gate.layout.of_axis(axis) for axis in _AXES}
-
-    def keeps_axes(layout: Layout) -> bool:
-        return all(layout.of_axis(axis) in (whole[axis], ()) for axis in _AXES)
-
-    sigmoid = furthest(gate, keeps_axes)
-    if sigmoid.node.target is not aten.sigmoid.default:
-        return None
-    argument = cast(Node, sigmoid.node.args[0])
-    return furthest(Operand(argument, sigmoid.layout), keeps_axes)
+def _rounded(product: Operand) -> Operand:
+    """The cast of a float32 product to a narrower dtype, if that is its only use."""
+    users = list(product.node.users)
+    if tensor(product.node).dtype is not torch.float32 or len(users) != 1:
+        return product
+    narrow = users[0].target is CAST and tensor(users[0]).dtype in _FLOATING
+    return Operand(users[0], product.layout) if narrow else product
 
 
-_AXES = ("batch", "head", "query", "dim")
-
-
-def _refuse_dtypes(
-    attention: Attention, product: Operand, gate: Node, logits: Operand
-) -> Decline | None:
-    """Every step of the gate must be in the attention's own dtype, for its rounding is known."""
+def _refuse_dtypes(attention: Attention, product: Node, sigmoid: Sigmoid) -> Decline | None:
+    """The product must be in the attention's dtype or in float32: its rounding is known."""
     own = tensor(attention.result.node).dtype
-    steps = {
-        "the gate": tensor(logits.node).dtype,
-        "its sigmoid": tensor(gate).dtype,
-        "the product": tensor(product.node).dtype,
-    }
-    for name, dtype in steps.items():
-        if dtype is not own:
-            return Decline(Reason.GATE_DTYPE, f"{name} is {dtype}, the attention output {own}")
-    return None
+    if tensor(product).dtype not in (own, torch.float32):
+        return Decline(
+            Reason.GATE_DTYPE,
+            f"the product is {tensor(product).dtype}, the attention output {own}",
+        )
+    argument = sigmoid.argument.node
+    if tensor(argument).dtype in (*_FLOATING, own) and sigmoid.dtype is not None:
+        return None
+    return Decline(
+        Reason.GATE_DTYPE,
+        f"the gate {argument.name} is {tensor(argument).dtype}, or is rounded more than once",
+    )

@@ -13,11 +13,10 @@ from .attention import Mask
 from .layout import Layout, same_shape
 from .mask import LARGEST_FILL
 from .reason import Decline, Reason
-from .trace import Operand, aten, backward, constant, has_tensor, shape, source
+from .trace import CAST, Operand, aten, backward, constant, has_tensor, shape, source
 
 MATMULS = (aten.bmm.default, aten.mm.default)
 _SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
-_CAST = torch.ops.prims.convert_element_type.default
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -55,7 +54,7 @@ def _before(current: Operand) -> tuple[Operand, float, Mask | None] | None:
         return origin, 1.0, None
     if node.op != "call_function" or not node.args or not has_tensor(node):
         return None
-    if node.target is _CAST:
+    if node.target is CAST:
         return Operand(cast(Node, node.args[0]), layout), 1.0, None
     if (scaled := scaling(node)) is not None:
         return Operand(cast(Node, node.args[0]), layout), scaled, None
@@ -115,7 +114,7 @@ def _selected_mask(node: Node, layout: Layout) -> tuple[Operand, float, Mask | N
 
 def _comes_from_matmul(node: Node) -> bool:
     """Whether the first arguments lead from `node` to a matmul before anything else."""
-    passing = (*_SCALINGS, _CAST)
+    passing = (*_SCALINGS, CAST)
     while node.target not in MATMULS:
         origin = source(node)
         if origin is None and node.target in passing:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from .attention import Attention, Mask
-from .trace import Operand, aten, constant, furthest, has_tensor, rounded, shape, tensor
+from .trace import CAST, Operand, aten, constant, furthest, has_tensor, rounded, shape, tensor
 
 # A dead key's weight, exp(fill + logit - largest live logit), is exactly 0 in fp32 for every fill
 # at or under this one, finfo(float16).min, as long as logits stay within +-32,000.
@@ -45,7 +45,7 @@ def _through_where(operand: Operand) -> Mask | None:
     """The boolean behind `where(boolean, 0, fill)` or its reverse, casts of the result included."""
     current = operand
     casts: list[torch.dtype] = []
-    while current.node.target is torch.ops.prims.convert_element_type.default:
+    while current.node.target is CAST:
         casts.append(tensor(current.node).dtype)
         current = _furthest(Operand(cast(Node, current.node.args[0]), current.layout))
     if current.node.target is not aten.where.self or not has_tensor(current.node.args[0]):

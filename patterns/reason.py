@@ -28,6 +28,7 @@ class Reason(Enum):
     DEVICE = "device"
     MIXED_DEVICES = "mixed-devices"
     DTYPE = "dtype"
+    NUMERICS = "numerics"
     QUERY_TOKENS = "query-tokens"
     HEAD_DIM = "head-dim"
     GROUP = "heads-per-group"

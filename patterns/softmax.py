@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import TypeGuard, cast
 
-import torch
 from torch.fx import Node
 
-from .trace import aten, constant, has_tensor, shape, source
+from .trace import CAST, aten, constant, has_tensor, shape, source
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ def softmax_behind(node: Node) -> Softmax | None:
         if (softmax := _softmax(node)) is not None:
             return softmax
         origin = source(node)
-        if origin is None and node.target is torch.ops.prims.convert_element_type.default:
+        if origin is None and node.target is CAST:
             origin = cast(Node, node.args[0])
         if origin is None:
             return None

@@ -12,6 +12,7 @@ from torch.fx import Node
 from .layout import Layout, Size, same_shape
 
 aten = torch.ops.aten
+CAST = torch.ops.prims.convert_element_type.default
 
 # All of these keep the row-major order of the elements: only the shape of their result counts.
 _RESHAPES = {
@@ -136,6 +137,8 @@ def _order(node: Node) -> tuple[int, ...] | None:
 def _keeps_order(node: Node) -> bool:
     if node.target in _RESHAPES:
         return True
+    if node.target is CAST:
+        return tensor(node).dtype is tensor(cast(Node, node.args[0])).dtype
     # A slice or an expansion that selects everything.
     if node.target in (aten.slice.Tensor, aten.expand.default):
         whole = same_shape(shape(node), shape(cast(Node, node.args[0])))
@@ -164,7 +167,7 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 def widened(node: Node) -> Node | None:
     """What `node` is an exact cast of, to a floating dtype that holds all of its values."""
-    if node.target is not torch.ops.prims.convert_element_type.default:
+    if node.target is not CAST:
         return None
     origin = cast(Node, node.args[0])
     before, after = tensor(origin).dtype, tensor(node).dtype

@@ -123,7 +123,7 @@ class TestGuards:
         assert run_pass(module, devices=("cpu",)) == 1
 
     @pytest.mark.usefixtures("h200")
-    @pytest.mark.parametrize("tokens", [2, 17, 128])
+    @pytest.mark.parametrize("tokens", [17, 128])
     def test_more_query_tokens(self, tokens: int) -> None:
         assert self.declined(replace(CUDA, query_tokens=tokens)) == "query-tokens"
 

@@ -61,6 +61,16 @@ def activated(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return model
 
 
+def causal(producer: str) -> Callable[..., Tensor]:
+    """A gated attention with `is_causal`."""
+
+    def model(query: Tensor, key: Tensor, value: Tensor, gate: Tensor) -> Tensor:
+        out = attend(producer, query, key, value, None, is_causal=True)
+        return merge_heads(out) * torch.sigmoid(gate)
+
+    return model
+
+
 def operands(shape: Shape = SHAPE) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query, K and V with a head for every query head, and a flat gate."""
     full = replace(shape, kv_heads=shape.query_heads)
@@ -94,13 +104,16 @@ class TestProducers:
 
         assert reason_of(model, *operands(shape_for(producer))) is Reason.DROPOUT
 
-    @pytest.mark.parametrize("producer", ["cudnn", "flash", "efficient", "cpu-flash"])
-    def test_causal_declines(self, producer: str) -> None:
-        def model(query: Tensor, key: Tensor, value: Tensor, gate: Tensor) -> Tensor:
-            out = attend(producer, query, key, value, None, is_causal=True)
-            return merge_heads(out) * torch.sigmoid(gate)
+    @pytest.mark.parametrize("tokens", [1, 3, 48])
+    @pytest.mark.parametrize("producer", ["cudnn", "efficient", "cpu-flash"])
+    def test_causal_counts_from_the_first_key(self, producer: str, tokens: int) -> None:
+        shape = replace(shape_for(producer), query_tokens=tokens)
+        assert match_of(causal(producer), *operands(shape)).attention.is_causal
 
-        assert reason_of(model, *operands(shape_for(producer))) is Reason.CAUSAL
+    def test_causal_flash_is_known_where_it_is_square(self) -> None:
+        square = replace(SHAPE, query_tokens=48)
+        assert match_of(causal("flash"), *operands(square)).attention.is_causal
+        assert reason_of(causal("flash"), *operands()) is Reason.CAUSAL
 
     def test_a_used_logsumexp_declines(self) -> None:
         def model(query: Tensor, key: Tensor, value: Tensor, gate: Tensor) -> Any:
@@ -304,7 +317,7 @@ class TestGates:
             return gated(query, key, value, gate)
 
         match = self.check(model, *operands()[:3], fused)
-        logits = match.gate.logits.node
+        logits = match.gate.sigmoid.argument.node
         assert logits.target is not torch.ops.aten.clone.default
         assert logits.meta["val"].stride() == (256, 256, 32, 1)
 
@@ -315,7 +328,7 @@ class TestGates:
         def model(query: Tensor, key: Tensor, value: Tensor, fused: Tensor) -> Tensor:
             return gated(query, key, value, fused.chunk(2, -1)[1])
 
-        logits = self.check(model, *operands()[:3], fused).gate.logits
+        logits = self.check(model, *operands()[:3], fused).gate.sigmoid.argument
         assert tuple(logits.node.meta["val"].shape) == (2, 1, 128)
 
     def test_either_operand_order(self) -> None:
@@ -336,7 +349,7 @@ class TestGates:
             output = attend("cudnn", query, key, value, None).transpose(1, 2)
             return output * torch.sigmoid(gate.unsqueeze(-1))
 
-        logits = self.check(model, *operands()[:3], SHAPE.empty(2, 1, 8)).gate.logits
+        logits = self.check(model, *operands()[:3], SHAPE.empty(2, 1, 8)).gate.sigmoid.argument
         assert logits.layout.of_axis("dim") == ()
 
     def test_other_activations_decline(self) -> None:
@@ -396,24 +409,74 @@ class TestGates:
 
         assert reason_of(model, *operands()[:3]) is Reason.OUTPUT_USED
 
-    @pytest.mark.parametrize("where", ["gate", "sigmoid", "product"])
-    def test_other_dtypes_decline(self, where: str) -> None:
+    @pytest.mark.parametrize(
+        ("rounded", "product", "result"),
+        [
+            (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+            (torch.float32, torch.float32, torch.float32),
+            (torch.float32, torch.float32, torch.bfloat16),
+            (torch.bfloat16, torch.float32, torch.float16),
+            (torch.float16, torch.float32, torch.bfloat16),
+        ],
+    )
+    def test_casts_are_read_with_their_rounding(
+        self, rounded: torch.dtype, product: torch.dtype, result: torch.dtype
+    ) -> None:
         cast = torch.ops.prims.convert_element_type
 
         def model(query: Tensor, key: Tensor, value: Tensor, gate: Tensor) -> Tensor:
-            output = merge_heads(attend("cudnn", query, key, value, None))
-            if where == "gate":
-                return output * cast(torch.sigmoid(cast(gate, torch.float32)), query.dtype)
-            if where == "sigmoid":
-                return output * torch.sigmoid(cast(gate, torch.float32))
-            return cast(output, torch.float32) * torch.sigmoid(gate)
+            output = cast(merge_heads(attend("cudnn", query, key, value, None)), product)
+            weight = cast(cast(torch.sigmoid(cast(gate, torch.float32)), rounded), product)
+            return cast(output * weight, result)
 
-        expected = {
-            "gate": Reason.NOT_SIGMOID,
-            "sigmoid": Reason.GATE_DTYPE,
-            "product": Reason.NO_GATE,
-        }
-        assert reason_of(model, *operands()) is expected[where]
+        graph = trace(model, *operands()).graph
+        gate = only_match(graph).gate
+        assert gate.sigmoid.dtype is rounded
+        assert gate.sigmoid.argument.node is placeholder(graph, "gate")
+        assert gate.product.node.meta["val"].dtype is result
+
+    def test_a_sigmoid_rounded_to_two_dtypes_declines(self) -> None:
+        cast = torch.ops.prims.convert_element_type
+
+        def model(query: Tensor, key: Tensor, value: Tensor, gate: Tensor) -> Tensor:
+            weight = cast(cast(torch.sigmoid(gate), torch.float16), torch.bfloat16)
+            return merge_heads(attend("cudnn", query, key, value, None)) * weight
+
+        assert reason_of(model, *operands()) is Reason.GATE_DTYPE
+
+    def test_a_narrowed_output_is_no_gated_one(self) -> None:
+        cast = torch.ops.prims.convert_element_type
+        shape = replace(SHAPE, dtype=torch.float32, device="cpu")
+
+        def model(query: Tensor, key: Tensor, value: Tensor, gate: Tensor) -> Tensor:
+            output = merge_heads(attend("cpu-flash", query, key, value, None))
+            return cast(output, torch.bfloat16) * torch.sigmoid(cast(gate, torch.bfloat16))
+
+        assert reason_of(model, *operands(shape)) is Reason.NO_GATE
+
+    @pytest.mark.parametrize(
+        "spelling",
+        [
+            lambda x: 1.0 / (1.0 + torch.exp(-x)),
+            lambda x: torch.reciprocal(torch.exp(-x) + 1),
+        ],
+    )
+    def test_spelled_out(self, spelling: Callable[[Tensor], Tensor]) -> None:
+        assert match_of(activated(spelling), *operands()).gate.sigmoid.is_spelled_out
+
+    @pytest.mark.parametrize(
+        "spelling",
+        [
+            lambda x: 1.0 / (1.0 + torch.exp(x)),
+            lambda x: 2.0 / (1.0 + torch.exp(-x)),
+            lambda x: 1.0 / (2.0 + torch.exp(-x)),
+            lambda x: 1.0 / (1.0 + torch.exp2(-x)),
+            lambda x: torch.rsqrt(1.0 + torch.exp(-x)),
+            lambda x: 1.0 / (1.0 - torch.exp(-x)),
+        ],
+    )
+    def test_nearly_spelled_out(self, spelling: Callable[[Tensor], Tensor]) -> None:
+        assert reason_of(activated(spelling), *operands()) is Reason.NOT_SIGMOID
 
     def test_a_gate_that_repeats_along_nothing_known_declines(self) -> None:
         shape = replace(SHAPE, batch=1)
