@@ -17,10 +17,22 @@ from fusion_pass.config import Config, ConfigError
 if TYPE_CHECKING:
     from fusion_pass.backend import enable
     from fusion_pass.graph_pass import GatedAttentionPass
+    from fusion_pass.patterns import register_attention
 
-__all__ = ["Config", "ConfigError", "GatedAttentionPass", "__version__", "enable"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "GatedAttentionPass",
+    "__version__",
+    "enable",
+    "register_attention",
+]
 
-_LAZY = {"GatedAttentionPass": "fusion_pass.graph_pass", "enable": "fusion_pass.backend"}
+_LAZY = {
+    "GatedAttentionPass": "fusion_pass.graph_pass",
+    "enable": "fusion_pass.backend",
+    "register_attention": "fusion_pass.patterns",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -86,7 +86,8 @@ def operands(match: GatedAttention) -> list[Node]:
         match.key_value.value.node,
         match.gate.sigmoid.argument.node,
     ]
-    return found + ([match.mask.operand.node] if match.mask else [])
+    found += match.mask.inputs if match.mask else ()
+    return found + ([match.attention.sinks.node] if match.attention.sinks else [])
 
 
 def check_purpose(context: Context) -> Decline | None:

@@ -14,7 +14,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch.fx import Graph, Node
 
-from fusion_pass import __version__, eligibility, lowering, patterns, rewrite
+from fusion_pass import __version__, eligibility, inductor, lowering, patterns, rewrite
 from fusion_pass.config import Config, ConfigError
 from fusion_pass.inductor import InferenceGraphPass, traced_for_inference
 from fusion_pass.patterns import Decline, GatedAttention, Reason, Recognition
@@ -57,9 +57,17 @@ class GatedAttentionPass(InferenceGraphPass):
         after = str(graph) if self.config.dump else ""
         publish(report, before, after, self.config)
 
-    def uuid(self) -> Any:
-        """What the rewrite depends on: every source file of the package, and the settings."""
-        return source_digest(), self.config.cache_key(), _capability()
+    def uuid(self) -> Any | None:
+        """What the rewrite depends on: sources, torch and triton, settings, GPUs and adapters.
+
+        None, which switches Inductor's caches off, where the GPUs cannot be asked for.
+        """
+        gpus = visible_gpus() if "cuda" in self.config.devices else ()
+        if gpus is None:
+            return None
+        versions = torch.__version__, inductor.triton_version()
+        adapters = patterns.adapters()
+        return source_digest(), versions, self.config.cache_key(), gpus, adapters
 
     def _visit(self, graph: Graph, node: Node, context: eligibility.Context) -> Site | None:
         """Fuse the attention at `node`, if it is one and can be; a fault leaves the graph alone."""
@@ -112,7 +120,7 @@ def _describe(found: Recognition) -> Site:
         key=_spell(stored.key.node if stored else attention.key.node) if attention else "",
         value=_spell(stored.value.node if stored else attention.value.node) if attention else "",
         gate=_spell(match.gate.sigmoid.argument.node) if match else None,
-        mask=_spell(match.mask.operand.node) if match and match.mask else None,
+        mask=", ".join(map(_spell, match.mask.inputs)) if match and match.mask else None,
         source=_source(found.node),
     )
 
@@ -142,7 +150,7 @@ def source_digest() -> str:
     """A hash of the version and of every source file of fusion_pass and fusion_pass.patterns."""
     digest = hashlib.sha256(__version__.encode())
     for path in sorted(_sources()):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        digest.update(b"\0" + path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -153,6 +161,15 @@ def _sources() -> Iterable[Path]:
 
 
 @functools.cache
-def _capability() -> tuple[int, int] | None:
-    """The current GPU's compute capability, on which the choice of kernels rests."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+def visible_gpus() -> tuple[tuple[str, int, int, int], ...] | None:
+    """Name, capability and multiprocessors of every GPU that a graph may run on.
+
+    None if CUDA cannot be asked, as in a process forked from one that used it.
+    """
+    if not torch.cuda.is_available():
+        return ()
+    try:
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    except RuntimeError:
+        return None
+    return tuple((gpu.name, gpu.major, gpu.minor, gpu.multi_processor_count) for gpu in found)

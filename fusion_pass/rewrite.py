@@ -13,10 +13,12 @@ from torch.fx import Graph, Node
 
 from fusion_pass.patterns import (
     Attention,
+    ComputedMask,
     Conversion,
     Decline,
     GatedAttention,
     Layout,
+    Mask,
     Operand,
     Reason,
     convert,
@@ -26,7 +28,8 @@ from fusion_pass.patterns.trace import shape, tensor
 
 aten = torch.ops.aten
 
-_UNSHARED_META = ("val", "tensor_meta", "eager_input_vals")
+_SHARED = "fusion_pass_shared"
+_UNSHARED_META = ("val", "tensor_meta", "eager_input_vals", _SHARED)
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Plan:
     key: Conversion
     value: Conversion
     mask: Conversion | None
+    sinks: Conversion | None
     gate: Conversion
     result: Conversion
 
@@ -57,12 +61,17 @@ def plan(match: GatedAttention) -> Plan | Decline:
             Reason.KEY_VALUE_LAYOUT, "K or V cannot be read as (batch, heads, keys, dim)"
         )
     mask = None
-    if match.mask is not None:
+    if isinstance(match.mask, Mask):
         mask = _into(match.mask.operand, _MASK_AXES)
         if mask is None:
             return Decline(
                 Reason.MASK_LAYOUT, "the mask cannot be read as (batch, heads, query tokens, keys)"
             )
+    sinks = None
+    if attention.sinks is not None:
+        sinks = _into(attention.sinks, ("head",))
+        if sinks is None:
+            return Decline(Reason.SINKS, "the sinks cannot be read as (heads)")
     gate = _into(match.gate.sigmoid.argument, _RESULT_AXES)
     if gate is None:
         return Decline(
@@ -73,7 +82,7 @@ def plan(match: GatedAttention) -> Plan | Decline:
         return Decline(
             Reason.ATTENTION_LAYOUT, "the product does not hold every element of the output once"
         )
-    return Plan(match, query, key, value, mask, gate, result)
+    return Plan(match, query, key, value, mask, sinks, gate, result)
 
 
 _QUERY_AXES = ("batch", "head", "query", "dim")
@@ -113,6 +122,7 @@ def fuse(graph: Graph, plan: Plan, numerics: str) -> Node:
             value,
             gate,
             _mask(insert, plan),
+            *_sinks(insert, plan),
             scale=attention.scale,
             mask_fill=match.mask.fill if match.mask else -torch.inf,
             masked_row=attention.masked_row,
@@ -130,18 +140,33 @@ class _Inserter:
 
     def __init__(self, graph: Graph, before: Node) -> None:
         self.graph = graph
+        self.before = before
         self.inserted: list[Node] = []
         self._meta = {key: item for key, item in before.meta.items() if key not in _UNSHARED_META}
         self._mode = tensor(before).fake_mode  # type: ignore[attr-defined]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        name = str(target).split(".")[1]
+        name = target.__name__.split(".")[0]
         node = self.graph.create_node("call_function", target, args, kwargs, name)
         self.inserted.append(node)
         node.meta.update(self._meta)
         values = torch.fx.map_arg(args, lambda item: item.meta["val"])
         with self._mode:
             node.meta["val"] = target(*values, **kwargs)
+        return node
+
+    def shared(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """What a call would compute, taken from an equal call of this method before, if any.
+
+        Every layer has the same mask, and what is emitted for it twice is computed twice.
+        """
+        call = _spell_call(args, kwargs)
+        for node in self.graph.find_nodes(op="call_function", target=target):
+            if node.meta.get(_SHARED) and _spell_call(node.args, node.kwargs) == call:
+                if node < self.before:
+                    return node
+        node = self(target, *args, **kwargs)
+        node.meta[_SHARED] = True
         return node
 
     def sizes(self, node: Node, target: Sequence[Size]) -> list[Any]:
@@ -159,6 +184,11 @@ class _Inserter:
             if same(own, size):
                 return self(aten.sym_size.int, node, dim)
         raise ValueError(f"no dimension of {node.name} has the size {size}")
+
+
+def _spell_call(args: Any, kwargs: Any) -> str:
+    """Arguments as text, in which the name of a node stands for it and 1 is not True."""
+    return repr((tuple(args), sorted(kwargs.items())))
 
 
 @contextmanager
@@ -190,10 +220,20 @@ def _mask(insert: _Inserter, plan: Plan) -> Node | None:
     mask, attention = plan.match.mask, plan.match.attention
     if attention.is_causal:
         return _causal_mask(insert, attention)
+    if isinstance(mask, ComputedMask):
+        return mask.emit(insert.shared)
     if mask is None or plan.mask is None:
         return None
     node = _converted(insert, mask.operand.node, plan.mask)
     return insert(aten.logical_not.default, node) if mask.inverted else node
+
+
+def _sinks(insert: _Inserter, plan: Plan) -> list[Node]:
+    """The sinks as `(Hq,)`, if there are any."""
+    sinks = plan.match.attention.sinks
+    if sinks is None or plan.sinks is None:
+        return []
+    return [_converted(insert, sinks.node, plan.sinks)]
 
 
 def _causal_mask(insert: _Inserter, attention: Attention) -> Node:

@@ -5,12 +5,15 @@ from .gate import Gate
 from .gated_attention import GatedAttention, Recognition, recognise
 from .keyvalue import KeyValue
 from .layout import Conversion, Factor, Layout, convert
+from .mask_program import ComputedMask
+from .operands import read_attention
 from .reason import Decline, Reason
-from .registry import may_be_attention
+from .registry import adapters, may_be_attention, register_attention
 from .trace import Operand
 
 __all__ = [
     "Attention",
+    "ComputedMask",
     "Conversion",
     "Decline",
     "Factor",
@@ -23,7 +26,10 @@ __all__ = [
     "Reason",
     "Recognition",
     "Sizes",
+    "adapters",
     "convert",
     "may_be_attention",
+    "read_attention",
     "recognise",
+    "register_attention",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from .layout import Layout, Size
+from .mask_program import ComputedMask
 from .trace import Operand, tensor
 
 
@@ -53,6 +54,11 @@ class Mask:
     inverted: bool = False
 
     @property
+    def inputs(self) -> tuple[Node, ...]:
+        """The values of the graph that the mask is read from."""
+        return (self.operand.node,)
+
+    @property
     def is_boolean(self) -> bool:
         return tensor(self.operand.node).dtype is torch.bool
 
@@ -70,6 +76,7 @@ class Attention:
             holds the leading digits of the query's: query head `h` reads `h // (Hq // Hkv)`.
         value: the same axes; its dim is the value's.
         mask: what is added to the scaled logits, if anything.
+        sinks: one more logit for each head, which has no value; axis head alone.
         is_causal: whether query token `i` sees the keys `0` to `i` alone.
         result: the output; axes batch, head, query and dim.
         scale: factor of the logits.
@@ -85,7 +92,8 @@ class Attention:
     query: Operand
     key: Operand
     value: Operand
-    mask: Mask | None
+    mask: Mask | ComputedMask | None
+    sinks: Operand | None
     is_causal: bool
     result: Operand
     scale: float

@@ -17,7 +17,7 @@ from .layout import Dim, Layout, Size
 from .logits import MATMULS, Logits, scaling, trace_logits
 from .reason import Decline, Reason
 from .softmax import Softmax, softmax_behind
-from .trace import CAST, Operand, backward, forward, shape, source, tensor, widened
+from .trace import CAST, Operand, backward, forward, furthest, shape, source, tensor, widened
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -57,8 +57,9 @@ def _assemble(node: Node, softmax: Softmax, logits: Logits, weights: Layout) -> 
         Operand(node, _matrix(weights.dims[:-2], ("query", "dim"), weights, value_dim)),
         tensor(query.node).dtype,
     )
-    if value_scale != 1.0 or result is None:
-        return _unreadable(node)
+    sinks = _sinks(softmax)
+    if value_scale != 1.0 or result is None or isinstance(sinks, Decline):
+        return sinks if isinstance(sinks, Decline) else _unreadable(node)
     if (leak := _used_outside(product.node, node)) is not None:
         return Decline(
             Reason.STATISTICS_USED, f"{leak.name}, inside the attention, is used elsewhere as well"
@@ -71,6 +72,7 @@ def _assemble(node: Node, softmax: Softmax, logits: Logits, weights: Layout) -> 
         key=key,
         value=value,
         mask=logits.mask,
+        sinks=sinks,
         is_causal=False,
         result=result,
         scale=logits.scale * query_scale * key_scale,
@@ -78,6 +80,19 @@ def _assemble(node: Node, softmax: Softmax, logits: Logits, weights: Layout) -> 
         masked_row="zero" if softmax.is_safe else "nan",
         lowest_bias=_LOWEST,
     )
+
+
+def _sinks(softmax: Softmax) -> Operand | Decline | None:
+    """The sink logits, one a head; None if there are none."""
+    weights = _name_axes(softmax.node)
+    if softmax.sink is None or weights is None:
+        return None
+    start = Operand(softmax.sink, Layout((*weights.dims[:-1], ())))
+    heads = weights.of_axis("head")
+    found = furthest(start, lambda layout: layout.of_axis("head") == heads)
+    if all(factor.axis == "head" for factor in found.layout.factors):
+        return found
+    return Decline(Reason.SINKS, f"the sinks {found.node.name} are not one for each head")
 
 
 def _unreadable(node: Node) -> Decline:

@@ -10,6 +10,7 @@ from .attention import Attention, Mask
 from .gate import Gate, find_gate
 from .keyvalue import KeyValue, trace_key_value
 from .mask import trace_mask
+from .mask_program import ComputedMask
 from .reason import Decline
 from .registry import recognise_attention
 
@@ -20,7 +21,7 @@ class GatedAttention:
 
     attention: Attention
     key_value: KeyValue
-    mask: Mask | None
+    mask: Mask | ComputedMask | None
     gate: Gate
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from .attention import Attention, Mask
+from .mask_program import ComputedMask
 from .trace import CAST, Operand, aten, constant, furthest, has_tensor, rounded, shape, tensor
 
 # A dead key's weight, exp(fill + logit - largest live logit), is exactly 0 in fp32 for every fill
@@ -20,10 +21,10 @@ _AXES = ("batch", "head", "query", "key")
 _NEGATIONS = (aten.logical_not.default, aten.bitwise_not.default)
 
 
-def trace_mask(attention: Attention) -> Mask | None:
+def trace_mask(attention: Attention) -> Mask | ComputedMask | None:
     """The mask of an attention, as early in the graph as it can be read; None if it has none."""
-    if attention.mask is None:
-        return None
+    if not isinstance(attention.mask, Mask):
+        return attention.mask
     mask = replace(attention.mask, operand=_furthest(attention.mask.operand))
     if not mask.is_boolean:
         mask = _through_where(mask.operand) or mask

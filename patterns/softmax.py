@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import TypeGuard, cast
 
 from torch.fx import Node
 
-from .trace import CAST, aten, constant, has_tensor, shape, source
+from .layout import Size, same
+from .trace import CAST, arguments, aten, constant, has_tensor, shape, source
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """A softmax over the last dimension: its argument, and whether a row of -inf gives zeros."""
+    """A softmax over the last dimension.
+
+    Attributes:
+        node: the result.
+        argument: the logits.
+        is_safe: whether a row of -inf gives zeros instead of NaN.
+        sink: one more logit, of size one in the last dimension, whose weight is dropped.
+    """
 
     node: Node
     argument: Node
     is_safe: bool
+    sink: Node | None = None
 
 
 def softmax_behind(node: Node) -> Softmax | None:
     """The softmax that `node` rearranges or casts."""
     while has_tensor(node):
-        if (softmax := _softmax(node)) is not None:
+        if (softmax := _softmax(node) or _sunk_softmax(node)) is not None:
             return softmax
         origin = source(node)
         if origin is None and node.target is CAST:
@@ -50,7 +61,7 @@ def _exponentials(node: Node) -> Node | None:
     exp, total = node.args
     if not (_calls(exp, aten.exp.default) and _calls(total, aten.sum.dim_IntList)):
         return None
-    if total.args[0] is not exp or not _keeps_last(total):
+    if total.args[0] is not exp or not _keeps_last(total, shape(node)):
         return None
     shifted = exp.args[0]
     if not _calls(shifted, aten.sub.Tensor) or shifted.kwargs:
@@ -58,7 +69,46 @@ def _exponentials(node: Node) -> Node | None:
     argument, highest = shifted.args
     if not _calls(highest, aten.amax.default) or highest.args[0] is not argument:
         return None
-    return cast(Node, argument) if _keeps_last(highest) else None
+    return cast(Node, argument) if _keeps_last(highest, shape(node)) else None
+
+
+def _sunk_softmax(node: Node) -> Softmax | None:
+    """`softmax(cat([x, sink], -1))[..., :-1]`, less its maximum or not."""
+    if node.target is not aten.slice.Tensor:
+        return None
+    call = arguments(node)
+    inner = softmax_behind(cast(Node, node.args[0]))
+    if inner is None or inner.sink is not None or not _is_last(call["dim"], node):
+        return None
+    joined = _unshifted(inner.argument)
+    whole, kept = shape(inner.node)[-1], shape(node)[-1]
+    if not _calls(joined, aten.cat.default) or not same(kept + 1, whole) or call["start"] != 0:
+        return None
+    parts = cast(list[Node], joined.args[0])
+    dim = joined.args[1] if len(joined.args) > 1 else 0
+    if len(parts) != 2 or not _is_last(dim, joined) or not same(shape(parts[1])[-1], 1):
+        return None
+    return replace(inner, node=node, argument=parts[0], sink=parts[1])
+
+
+def _unshifted(node: Node) -> Node:
+    """`x` of `x - max(x)` along the last dimension, which no softmax tells from `x`; casts too."""
+    while True:
+        if node.target is CAST:
+            node = cast(Node, node.args[0])
+            continue
+        if not _calls(node, aten.sub.Tensor) or node.kwargs:
+            return node
+        argument, highest = node.args
+        if _calls(highest, getitem) and highest.args[1] == 0:
+            highest = highest.args[0]
+        reductions = (aten.max.dim, aten.amax.default)
+        if not any(_calls(highest, reduction) for reduction in reductions):
+            return node
+        assert isinstance(highest, Node)
+        if highest.args[0] is not argument or not _keeps_last(highest, shape(node)):
+            return node
+        node = cast(Node, argument)
 
 
 def _safe_softmax(node: Node) -> Softmax | None:
@@ -68,7 +118,7 @@ def _safe_softmax(node: Node) -> Softmax | None:
     if inner is None or constant(zero) != 0.0 or not _calls(dead, aten.logical_not.default):
         return None
     some = dead.args[0]
-    if not _calls(some, aten.any.dim) or not _keeps_last(some):
+    if not _calls(some, aten.any.dim) or not _keeps_last(some, shape(node)):
         return None
     live = some.args[0]
     if not _calls(live, aten.logical_not.default):
@@ -83,11 +133,11 @@ def _calls(node: object, target: object) -> TypeGuard[Node]:
     return isinstance(node, Node) and node.target is target
 
 
-def _keeps_last(node: Node) -> bool:
-    """Whether a reduction is over the last dimension alone and keeps it."""
+def _keeps_last(node: Node, reduced: Sequence[Size]) -> bool:
+    """Whether a reduction of a tensor of the shape `reduced` keeps its last dimension, at one."""
     dims = node.args[1]
     (dim,) = dims if isinstance(dims, (list, tuple)) and len(dims) == 1 else (dims,)
-    return len(node.args) > 2 and node.args[2] is True and _is_last(dim, node)
+    return len(node.args) > 2 and node.args[2] is True and dim in (-1, len(reduced) - 1)
 
 
 def _is_last(dim: object, node: Node) -> bool:

@@ -130,6 +130,32 @@ def test_a_row_that_is_masked_entirely(spelling: Spelling, row: str) -> None:
     assert found[0].isfinite().all()
 
 
+def with_sinks(shifted: bool, fill: float) -> Spelling:
+    """One sink a head, as gpt-oss and HY-V4 write it; K's first numbers serve as sinks."""
+
+    def spelling(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+        logits = (query @ wide(key).mT * 0.25).masked_fill(~keep, fill)
+        sinks = key[0, 0, :H, 0].reshape(1, -1, 1, 1).expand(B, -1, 1, -1)
+        joined = torch.cat([logits, sinks], dim=-1)
+        if shifted:
+            joined = joined - joined.max(dim=-1, keepdim=True).values
+        return torch.softmax(joined, dim=-1)[..., :-1] @ wide(value)
+
+    return spelling
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("fill", [-math.inf, -1e30])
+def test_sinks(shifted: bool, fill: float) -> None:
+    query, key, value, keep, gate = inputs()
+    keep[1] = False
+    args = (query, key, value, keep, gate)
+    stock, found = run(with_sinks(shifted, fill), args)
+    assert counters["fusion_pass"] == {"fused": 1}
+    torch.testing.assert_close(found, stock)
+    assert torch.equal(found[1], torch.zeros_like(found[1]))
+
+
 def wrong_dim(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
     """A softmax over the query tokens: ones everywhere."""
     return (query @ wide(key).mT).softmax(2) @ wide(value)
@@ -164,10 +190,17 @@ def scaled_values(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Te
     return (query @ wide(key).mT).softmax(-1) @ (wide(value) * 0.5)
 
 
-def sinks(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+def sinks_of_a_batch_row(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
     logits = query @ wide(key).mT
-    extra = torch.full((B, H, 1, 1), 2.0)
+    extra = query.sum(-1, keepdim=True)
     return torch.cat([logits, extra], -1).softmax(-1)[..., :-1] @ wide(value)
+
+
+def first_dropped(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    """The dropped weight is not the sink's."""
+    logits = query @ wide(key).mT
+    extra = key[0, 0, :H, 0].reshape(1, H, 1, 1).expand(B, H, 1, 1)
+    return torch.cat([logits, extra], -1).softmax(-1)[..., 1:] @ wide(value)
 
 
 def off_by_one(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
@@ -188,7 +221,8 @@ NEAR_MISSES = [
     two_masks,
     tensor_scale,
     scaled_weights,
-    sinks,
+    sinks_of_a_batch_row,
+    first_dropped,
     off_by_one,
     squared,
 ]

@@ -1,0 +1,136 @@
+"""Reading an attention from operands that are `(batch, heads, tokens, dim)`, as SDPA takes them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .attention import Attention, Mask, Sizes
+from .layout import Layout, Size, differ
+from .reason import Decline, Reason
+from .trace import Operand, has_tensor, shape
+
+LOWEST_BIAS = torch.finfo(torch.float32).min
+
+
+def read_attention(
+    node: Node,
+    producer: str,
+    *,
+    query: Any,
+    key: Any,
+    value: Any,
+    output: Node,
+    mask: Any = None,
+    is_causal: bool = False,
+    scale: Any = None,
+    masked_row: str = "zero",
+    lowest_bias: float = LOWEST_BIAS,
+) -> Attention | Decline:
+    """The attention of an operator that has SDPA's meaning and layout.
+
+    Args:
+        node: the call of the operator.
+        producer: what to call it in a report.
+        query: `(B, Hq, Q, D)`, a node.
+        key, value: `(B, Hkv, S, D)` and `(B, Hkv, S, Dv)`, nodes. Hkv divides Hq, and query head
+            `h` reads head `h // (Hq // Hkv)`.
+        output: `(B, Hq, Q, Dv)`, the node that holds the result, in the dtype of the query.
+        mask: None, or a node that is broadcast from the right to `(B, Hq, Q, S)`: boolean (True
+            attends) or floating (added to the scaled logits).
+        is_causal: query token `i` sees the keys `0` to `i`.
+        scale: factor of the logits; None is `1 / sqrt(D)`.
+        masked_row: `"zero"` or `"nan"`, the result of a row whose logits are all -inf.
+        lowest_bias: what is added to a logit counts as -inf below this.
+
+    Returns:
+        The attention, or why it is none; never raises on what a graph may hold.
+    """
+    sizes = _sizes(query, key, value)
+    if sizes is None:
+        return Decline(
+            Reason.ATTENTION_LAYOUT,
+            f"query, key and value of {node.name} are not (batch, heads, tokens, dim) with key "
+            "and value heads that divide the query's",
+        )
+    factor = _scale(scale, sizes.head_dim)
+    if factor is None:
+        return Decline(Reason.SCALE, f"the scale is {scale}, not a constant")
+    masking = _mask(sizes, mask)
+    if isinstance(masking, Decline):
+        return masking
+    return Attention(
+        node=node,
+        producer=producer,
+        sizes=sizes,
+        query=Operand(query, sizes.layout("batch", "head", "query", "dim")),
+        key=Operand(key, _stored(sizes, key)),
+        value=Operand(value, _stored(sizes, value)),
+        mask=masking,
+        sinks=None,
+        is_causal=is_causal,
+        result=Operand(output, sizes.layout("batch", "head", "query", "value_dim")),
+        scale=factor,
+        is_rounded=True,
+        masked_row=masked_row,
+        lowest_bias=lowest_bias,
+    )
+
+
+def _sizes(query: object, key: object, value: object) -> Sizes | None:
+    operands = [node for node in (query, key, value) if isinstance(node, Node)]
+    if not all(has_tensor(node) and len(shape(node)) == 4 for node in operands):
+        return None
+    (batch, heads, tokens, head_dim), (_, _, length, _), (*_, value_dim) = map(shape, operands)
+    for node in operands[1:]:
+        stored = shape(node)[1]
+        if differ(shape(node)[0], batch) or not _divides(stored, heads):
+            return None
+    return Sizes(batch, heads, tokens, length, head_dim, value_dim)
+
+
+def _divides(stored: Size, heads: Size) -> bool:
+    known = isinstance(stored, int) and isinstance(heads, int)
+    return known and stored > 0 and heads % stored == 0
+
+
+def _stored(sizes: Sizes, node: Node) -> Layout:
+    """The layout of K or V, whose heads may be fewer than the query's."""
+    batch, heads, length, dim = shape(node)
+    stride = int(sizes.query_heads) // int(heads)
+    return Layout.of(
+        (("batch", batch, 1), ("head", heads, stride), ("key", length, 1), ("dim", dim, 1))
+    )
+
+
+def _scale(given: Any, head_dim: Size) -> float | None:
+    if given is None:
+        return 1 / math.sqrt(head_dim) if isinstance(head_dim, int) else None
+    return float(given) if isinstance(given, (int, float)) else None
+
+
+def _mask(sizes: Sizes, node: Any) -> Mask | Decline | None:
+    """A mask that is broadcast from the right to (B, Hq, Q, S)."""
+    if node is None:
+        return None
+    axes = ("batch", "head", "query", "key")
+    whole = (sizes.batch, sizes.query_heads, sizes.query_tokens, sizes.kv_length)
+    own = shape(node) if has_tensor(node) else ()
+    offset = len(whole) - len(own)
+    if (
+        not has_tensor(node)
+        or offset < 0
+        or any(
+            differ(size, 1) and differ(size, full)
+            for size, full in zip(own, whole[offset:], strict=True)
+        )
+    ):
+        return Decline(
+            Reason.MASK_LAYOUT,
+            f"the mask {node} does not broadcast to (batch, heads, query tokens, keys)",
+        )
+    named = zip(axes[offset:], own, strict=True)
+    return Mask(Operand(node, Layout.of((axis, size, 1) for axis, size in named)))
