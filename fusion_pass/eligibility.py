@@ -30,22 +30,20 @@ class Context:
     numerics: str
 
     @cached_property
-    def _position(self) -> dict[Node, int]:
-        return {node: index for index, node in enumerate(self.graph.nodes)}
-
-    @cached_property
-    def _mutations(self) -> tuple[tuple[int, Node], ...]:
-        """Every in-place write as (position, the value whose storage it writes)."""
+    def _mutations(self) -> tuple[tuple[Node, Node], ...]:
+        """Every in-place write as (who writes, the value whose storage is written)."""
         return tuple(
-            (self._position[node], storage_root(written))
+            (node, storage_root(written))
             for node in self.graph.nodes
             for written in _written(node)
         )
 
     def mutated_before(self, operand: Node, reader: Node) -> bool:
         """Whether the storage of `operand` is written after it is made and before `reader`."""
-        root, first, last = storage_root(operand), self._position[operand], self._position[reader]
-        return any(written is root and first < at < last for at, written in self._mutations)
+        root = storage_root(operand)
+        return any(
+            written is root and operand < writer < reader for writer, written in self._mutations
+        )
 
 
 def storage_root(node: Node) -> Node:

@@ -31,6 +31,7 @@ from tests.graphs import (
     run_pass,
     symbolic,
     trace,
+    where_mask,
 )
 
 
@@ -69,6 +70,22 @@ class TestRewrite:
         with fake_mode():
             module = trace(twice, *qwen_inputs(CUDA))
         assert run_pass(module) == 2
+
+    def test_an_attention_whose_k_and_v_are_a_fused_one(self) -> None:
+        """What it reads is made by the pass itself, after the graph was first looked at."""
+
+        def twice(*operands: Tensor) -> Tensor:
+            query, _, _, keep, fused = operands
+            first = qwen("cpu-flash")(*operands).view(2, 8, 1, 16)
+            torch.ops.aten.copy_.default(fused, fused)
+            output = attend("cpu-flash", query, first, first, where_mask(keep, query.dtype))
+            return merge_heads(output) * torch.sigmoid(merge_heads(query))
+
+        with fake_mode():
+            query, key, value, _, fused = qwen_inputs(CPU)
+            keep = CPU.empty(2, 1, 1, 1, dtype=torch.bool)
+            module = trace(twice, query, key, value, keep, fused)
+        assert run_pass(module, devices=("cpu",)) == 2
 
     @pytest.mark.usefixtures("h200")
     def test_a_gate_made_after_the_attention(self) -> None:
