@@ -43,7 +43,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     commit, dirty = _commit()
     return {
         "device": device_name(device),
-        "nvidia_smi": _nvidia_smi() if device.type == "cuda" else None,
+        "nvidia_smi": _nvidia_smi(device, SMI_FIELDS),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "packages": {name: _version(name) for name in PACKAGES},
@@ -65,9 +65,9 @@ def slug(name: str) -> str:
     return "-".join(kept) or "unknown"
 
 
-def clocks() -> dict[str, str] | None:
+def clocks(device: torch.device) -> dict[str, str] | None:
     """SM and memory clocks as nvidia-smi reads them now."""
-    return _nvidia_smi(("clocks.sm", "clocks.mem"))
+    return _nvidia_smi(device, ("clocks.sm", "clocks.mem"))
 
 
 def _version(package: str) -> str | None:
@@ -77,9 +77,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _nvidia_smi(fields: tuple[str, ...] = SMI_FIELDS) -> dict[str, str] | None:
+def _nvidia_smi(device: torch.device, fields: tuple[str, ...]) -> dict[str, str] | None:
+    if device.type != "cuda":
+        return None
+    # nvidia-smi numbers devices without regard to CUDA_VISIBLE_DEVICES.
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    which = "--id=0" if uuid is None else f"--id=GPU-{uuid}"
     query = f"--query-gpu={','.join(fields)}"
-    output = _output(["nvidia-smi", query, "--format=csv,noheader", "--id=0"])
+    output = _output(["nvidia-smi", query, "--format=csv,noheader", which])
     if output is None:
         return None
     return dict(zip(fields, (value.strip() for value in output.split(",")), strict=False))

@@ -39,7 +39,7 @@ GEOMETRIES = (
         8,
         128,
         False,
-        "the heads of Qwen/Qwen3-4B, an un-gated model: zyzshishui/slime, scripts/models/qwen3-4B.sh",
+        "the heads of Qwen/Qwen3-4B (un-gated): zyzshishui/slime, scripts/models/qwen3-4B.sh",
     ),
     Geometry(
         "qwen3_5_27b",

@@ -39,10 +39,7 @@ def measure(session: Session, rounds: int, layers: int) -> dict[str, Any]:
     model = models.named("dense").build(session.device, **depth(layers))
     decode = Decode(model, BATCH, CAPACITY)
     decode.set_live(LIVE)
-    compiled = {
-        name: torch.compile(model, backend=backend, dynamic=False)
-        for name, backend in BACKENDS.items()
-    }
+    compiled = {name: torch.compile(model, backend=backend) for name, backend in BACKENDS.items()}
     _, refused = warm(decode, compiled)
     arms = [
         Arm(name, partial(decode.step, step), decode.prepare)

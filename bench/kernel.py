@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -68,22 +69,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = arguments.geometries or (geometry.QUICK_GEOMETRIES if quick else names)
     rivals = arguments.peers or (peers.QUICK_PEERS if quick else [p.name for p in PEERS])
     parts = arguments.only or (("grid",) if quick else ("masks", "tokens", "grid"))
-    compilers = [] if quick or "grid" not in parts else start_compilers(chosen)
+    begun = time.monotonic()
+    if not quick and "grid" in parts and arguments.peers is None:
+        compile_ahead(chosen)
 
-    session = Session.begin("kernel", arguments)
+    session = Session.begin("kernel", arguments, begun)
     entrants = [peer for peer in PEERS if peer.name in rivals]
     absent = {peer.name: reason for peer in entrants if (reason := peer.missing())}
     session.results.set(missing=absent)
     for name, reason in absent.items():
         tell(f"{name}: {reason}")
     entrants = [peer for peer in entrants if peer.name not in absent]
-    # These need few compilations, so that the others' can go on beside them.
     first = geometry.named(names[0])
     if "masks" in parts:
         session.each(MASK_BATCHES, partial(masks, session, first), describe_masks, "masks")
     if "tokens" in parts:
         session.each(MASK_BATCHES, partial(tokens, session, first), describe_tokens, "tokens")
-    await_compilers(compilers)
     cells = [Cell(geometry.named(name), *shape) for name in chosen for shape in shapes]
     if "grid" in parts:
         session.each(cells, partial(grid, session, entrants), describe_grid, "grid")
@@ -190,20 +191,22 @@ def shape_entry(shape: Geometry, batch: int) -> Mapping[str, Any]:
     }
 
 
-def start_compilers(names: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-    """Start one process a geometry that fills Inductor's, Triton's and FlashInfer's caches."""
+def compile_ahead(names: Sequence[str]) -> None:
+    """Fill Inductor's, Triton's and FlashInfer's caches, one process a geometry.
+
+    Nothing is timed meanwhile: they use the device. One that takes too long is stopped, and the
+    run compiles for itself.
+    """
     command = [sys.executable, "-m", "bench.kernel", "--precompile"]
-    return [
+    compilers = [
         subprocess.Popen([*command, name], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for name in names
     ]
-
-
-def await_compilers(compilers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for them; one that takes too long is stopped, and the run compiles for itself."""
+    tell(f"compiling {', '.join(names)}")
+    deadline = time.monotonic() + PRECOMPILE_SECONDS
     for compiler in compilers:
         try:
-            compiler.wait(PRECOMPILE_SECONDS)
+            compiler.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             compiler.kill()
             compiler.wait()

@@ -32,8 +32,8 @@ MOST_SECONDS = 0.5
 # Free memory to leave, for weights, activations and what Inductor allocates besides.
 HEADROOM = 6 << 30
 BACKENDS = {"stock": "inductor", "fused": "fusion_pass"}
-# Random logits of a deep bfloat16 model differ by this much between equally good computations.
-AGREEMENT = 16 * torch.finfo(torch.bfloat16).eps
+# Equally good bfloat16 computations of these logits differ by about 1 % (the tests' small models).
+AGREEMENT = 4 * torch.finfo(torch.bfloat16).eps
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,7 @@ class ModelBench:
         counters.clear()
         decode = Decode(self._model, cell.batch, cell.capacity)
         compiled = {
-            name: torch.compile(self._model, backend=backend, dynamic=False)
-            for name, backend in BACKENDS.items()
+            name: torch.compile(self._model, backend=backend) for name, backend in BACKENDS.items()
         }
         lives = {}
         for live in cell.lives:
@@ -169,9 +168,11 @@ def warm(
     """
     outputs: dict[str, Tensor] = {}
     refused: dict[str, Any] = {}
-    for name, step in {**compiled, "eager": decode.model}.items():
+    steps: dict[str, Callable[..., Any]] = {**compiled, "eager": decode.model}
+    for name, step in steps.items():
         try:
             for _ in range(1 if name == "eager" else 2):
+                decode.restore()
                 decode.prepare()
                 logits = decode.step(step)
             outputs[name] = logits.clone()

@@ -156,6 +156,7 @@ class Decode:
         for layer in self._attention_layers():
             layer.keys.normal_(generator=generator)
             layer.values.normal_(generator=generator)
+        self._state = [(tensor, tensor.clone()) for tensor in self._carried_state()]
         self._token = prompt[:, :1].contiguous()
         self._position = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.live = PROMPT
@@ -167,6 +168,11 @@ class Decode:
             layer.cumulative_length.fill_(min(self.live, layer.max_cache_len) - 1)
             if hasattr(layer, "cumulative_length_int"):
                 layer.cumulative_length_int = self.live - 1
+
+    def restore(self) -> None:
+        """Undo what steps did to states that are no cache: two steps then give the same logits."""
+        for tensor, initial in self._state:
+            tensor.copy_(initial)
 
     def set_live(self, live: int) -> None:
         """From now on a step attends to `live` keys, its own among them."""
@@ -189,6 +195,16 @@ class Decode:
 
     def _attention_layers(self) -> list[Any]:
         return [layer for layer in self.cache.layers if getattr(layer, "keys", None) is not None]
+
+    def _carried_state(self) -> list[Tensor]:
+        """Tensors that a step changes for good: linear layers' states, and windows that roll."""
+        carried: list[Tensor] = []
+        for layer in self.cache.layers:
+            if hasattr(layer, "cumulative_length_int"):
+                carried += [layer.keys, layer.values]
+            for states in ("conv_states", "recurrent_states"):
+                carried += [t for t in getattr(layer, states, {}).values() if t is not None]
+        return carried
 
 
 def cache_bytes(model: torch.nn.Module, batch: int, capacity: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -121,8 +122,7 @@ def _flash_attention_3(operands: Operands) -> Call:
 
 def _flashinfer(operands: Operands) -> Call:
     """Batch decode over a paged copy of K and V, whose pages lie in order."""
-    import flashinfer
-
+    flashinfer: Any = importlib.import_module("flashinfer")
     batch, heads, tokens, width = operands.query.shape
     kv_heads, length = operands.key.shape[1:3]
     if tokens != 1 or length % FLASHINFER_PAGE:
@@ -175,7 +175,20 @@ def _found(modules: tuple[str, ...]) -> str:
 
 
 def _needs(distribution: str, *modules: str) -> Callable[[], str | None]:
-    return lambda: None if _found(modules) else f"{distribution} is not installed"
+    """A check that one of the modules is installed and can be imported, made once."""
+
+    @functools.cache
+    def missing() -> str | None:
+        name = _found(modules)
+        if not name:
+            return f"{distribution} is not installed"
+        try:
+            importlib.import_module(name)
+        except Exception as fault:
+            return f"{distribution} cannot be imported: {type(fault).__name__}: {fault}"
+        return None
+
+    return missing
 
 
 OURS = Peer("fused", _ours)

@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,10 @@ def candidates(
 
 
 class Results:
-    """The result file of one run; every `add` writes it anew, so that a stopped run keeps it."""
+    """The result file of one run; every `add` writes it anew, so that a stopped run keeps it.
+
+    `begun` is when the run began, by `time.monotonic()`; without it, now.
+    """
 
     def __init__(
         self,
@@ -62,9 +64,10 @@ class Results:
         folder: Path,
         environment: Mapping[str, Any],
         options: Mapping[str, Any] | None = None,
+        begun: float | None = None,
     ) -> None:
         self.path = folder / f"{run}-{gpu}.json"
-        self._start = time.monotonic()
+        self._start = time.monotonic() if begun is None else begun
         self.data: dict[str, Any] = {
             "schema": SCHEMA,
             "run": run,
@@ -107,8 +110,3 @@ def load(path: Path) -> dict[str, Any]:
     if data.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {data.get('schema')}, expected {SCHEMA}")
     return data
-
-
-def shape_of(dataclass_instance: Any) -> dict[str, Any]:
-    """A cell's dataclass as its `shape` entry."""
-    return asdict(dataclass_instance)

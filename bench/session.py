@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,8 +46,8 @@ class Session:
     budget: float
 
     @classmethod
-    def begin(cls, run: str, arguments: argparse.Namespace) -> Session:
-        """Open the result file and measure the device.
+    def begin(cls, run: str, arguments: argparse.Namespace, begun: float | None = None) -> Session:
+        """Open the result file and measure the device; `begun` is as `Results` has it.
 
         Raises:
             SystemExit: there is no CUDA device.
@@ -58,7 +59,7 @@ class Session:
         options = {k: v for k, v in vars(arguments).items() if k != "output"}
         gpu = environment.slug(environment.device_name(device))
         name = f"{run}-quick" if arguments.quick else run
-        results = Results(name, gpu, arguments.output, described, options)
+        results = Results(name, gpu, arguments.output, described, options, begun)
         clock = CudaClock(device)
         measured = ceilings.measure(clock, device)
         torch.cuda.empty_cache()
@@ -89,7 +90,7 @@ class Session:
 
     def finish(self) -> int:
         """Say where the results are; the exit status."""
-        self.results.set(clocks_after=environment.clocks())
+        self.results.set(clocks_after=environment.clocks(self.device))
         tell(
             f"{self.results.path}: {len(self.results.data['cells'])} cells, "
             f"{self.results.elapsed:.0f} s"
@@ -105,10 +106,10 @@ def tell(message: str) -> None:
 def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
     """The items, with a progress bar (tqdm) or, where that is not installed, a line for each."""
     try:
-        from tqdm import tqdm
+        bar: Any = importlib.import_module("tqdm").tqdm
     except ImportError:
         for done, item in enumerate(items):
             tell(f"{label}: {done + 1} of {len(items)}")
             yield item
     else:
-        yield from tqdm(items, desc=label, file=sys.stderr, mininterval=1.0)
+        yield from bar(items, desc=label, file=sys.stderr, mininterval=1.0)

@@ -1,0 +1,247 @@
+"""Markdown tables of measured results, by the name of the marker that they go between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from bench.geometry import GEOMETRIES, GRID
+
+Cell = Mapping[str, Any]
+Data = Mapping[str, Any]
+FUSED, STOCK = "fused", "stock"
+ABSENT = "-"
+
+
+def environment(data: Data) -> str:
+    """One line on where a result comes from."""
+    env = data["environment"]
+    smi = env.get("nvidia_smi") or {}
+    packages = env.get("packages", {})
+    versions = [
+        f"{name} {packages[name]}"
+        for name in ("torch", "triton", "transformers", "fa3-fwd", "flashinfer-python")
+        if packages.get(name)
+    ]
+    commit = (env.get("commit") or "unknown")[:12] + (" (dirty)" if env.get("dirty") else "")
+    driver = smi.get("driver_version")
+    parts = [env["device"], *([f"driver {driver}"] if driver else []), *versions]
+    return f"{', '.join(parts)}; commit {commit}; `{data['run']}-{data['gpu']}.json`."
+
+
+def kernel(data: Data) -> list[str]:
+    """Ours, the best peer over ours, and the floor over ours, for each cell of the grid."""
+    cells = of_kind(data, "grid")
+    if not cells:
+        return []
+    found = {(c["shape"]["geometry"], c["shape"]["B"], c["shape"]["S"]): c for c in cells}
+    shown = [g for g in GEOMETRIES if any(key[0] == g.name for key in found)]
+    header = ["batch, KV length", *(_heads(g.query_heads, g.kv_heads, g.head_dim) for g in shown)]
+    rows = [
+        [f"{batch}, {length}", *(_kernel_cell(found.get((g.name, batch, length))) for g in shown)]
+        for batch, length in GRID
+        if any((g.name, batch, length) in found for g in shown)
+    ]
+    return [*table(header, rows), "", *kernel_summary(cells)]
+
+
+def kernel_summary(cells: Sequence[Cell]) -> list[str]:
+    """Geometric means over the cells that have a time of ours."""
+    ratios = [ratio for cell in cells if (ratio := best_peer(cell)) is not None]
+    floors = [cell["floor_us"] / own for cell in cells if (own := median(cell, FUSED)) is not None]
+    lines = []
+    if ratios:
+        worst = min(ratio for _, ratio in ratios)
+        mean = geometric_mean(ratio for _, ratio in ratios)
+        lines.append(f"Best peer over fused: geometric mean {mean:.2f}, least {worst:.2f}. ")
+    if floors:
+        mean = geometric_mean(floors)
+        lines.append(f"Floor over fused: geometric mean {mean:.2f}, least {min(floors):.2f}.")
+    return ["".join(lines)] if lines else []
+
+
+def kernel_all(data: Data) -> list[str]:
+    """The median of every candidate on every cell of the grid, in us."""
+    cells = of_kind(data, "grid")
+    names = list(dict.fromkeys(name for cell in cells for name in cell.get("candidates", {})))
+    header = ["heads, batch, KV length", "floor", *names, "null"]
+    rows = []
+    for cell in cells:
+        shape = cell["shape"]
+        label = f"{_heads(shape['Hq'], shape['Hkv'], shape['D'])}, {shape['B']}, {shape['S']}"
+        null = (cell.get("null") or {}).get("median_us")
+        floor = cell.get("floor_us")
+        times = [_time(cell, name) for name in names]
+        rows.append([label, number(floor), *times, number(null)])
+    missing = [f"Not measured: {name}, {why}." for name, why in data.get("missing", {}).items()]
+    lines = table(header, rows) if rows else []
+    return [*lines, "", *missing] if lines and missing else lines
+
+
+def arms(kind: str) -> Callable[[Data], list[str]]:
+    """The renderer of cells whose candidates are listed one a row, with one column a cell."""
+
+    def render(data: Data) -> list[str]:
+        cells = of_kind(data, kind)
+        names = list(dict.fromkeys(name for cell in cells for name in cell.get("candidates", {})))
+        header = ["us", *(f"batch {cell['shape']['B']}" for cell in cells)]
+        rows = [[name, *(_time(cell, name) for cell in cells)] for name in names]
+        return table(header, rows) if rows else []
+
+    return render
+
+
+def model(mode: str) -> Callable[[Data], list[str]]:
+    """The renderer of decode steps: `mode` is "graph" or "no_graph"."""
+
+    def render(data: Data) -> list[str]:
+        cells = of_kind(data, "step")
+        found = {tuple(cell["shape"].values()): cell for cell in cells}
+        batches = sorted({cell["shape"]["B"] for cell in cells})
+        names = dict.fromkeys(cell["shape"]["model"] for cell in cells)
+        capacities = sorted({cell["shape"]["capacity"] for cell in cells})
+        rows = []
+        for name in names:
+            for capacity in capacities:
+                column = [found.get((name, batch, capacity)) for batch in batches]
+                lives = dict.fromkeys(live for c in column if c for live in c.get("live", {}))
+                for live in lives or ("600",):
+                    steps = [_step_cell(cell, live, mode) for cell in column]
+                    if any(step != ABSENT for step in steps):
+                        rows.append([name, str(capacity), live, *steps])
+        header = ["model", "capacity", "live", *(f"batch {batch}" for batch in batches)]
+        return table(header, rows) if rows else []
+
+    return render
+
+
+def generate(data: Data) -> list[str]:
+    """Tokens a second of generate()."""
+    cells = [cell for cell in of_kind(data, "generate") if "tokens_per_s" in cell]
+    rows = [[cell["candidate"], f"{cell['tokens_per_s']:.0f}"] for cell in cells]
+    return table(["generate()", "tokens/s"], rows) if rows else []
+
+
+def host(data: Data) -> list[str]:
+    """Host time of a step without CUDA graphs."""
+    rows = [
+        [f"{cell['shape']['layers']} layers, {label}", _time(part, STOCK), _time(part, FUSED)]
+        for cell in of_kind(data, "host")
+        for key, label in (("returns", "until the call returns"), ("done", "until it is done"))
+        if (part := cell.get(key))
+    ]
+    return table(["us a step", STOCK, FUSED], rows) if rows else []
+
+
+def compile_time(data: Data) -> list[str]:
+    """What the pass adds to compilation."""
+    rows = [
+        [
+            str(cell["shape"]["layers"]),
+            f"{cell['stock_s']:.1f} s",
+            f"{cell['fused_s']:.1f} s",
+            f"{cell['pass_ms']:.1f} ms",
+            f"{cell['lowering_ms']:.1f} ms",
+            f"{100 * cell['added_share']:.2f} %",
+        ]
+        for cell in of_kind(data, "compile_time")
+        if "stock_s" in cell
+    ]
+    header = ["layers", "stock", "with the pass", "the pass", "its lowering", "share of both"]
+    return table(header, rows) if rows else []
+
+
+# Marker, the run whose results it shows, and the renderer.
+TABLES: dict[str, tuple[str, Callable[[Data], list[str]]]] = {
+    "kernel": ("kernel", kernel),
+    "kernel-all": ("kernel", kernel_all),
+    "masks": ("kernel", arms("masks")),
+    "tokens": ("kernel", arms("tokens")),
+    "model": ("model", model("graph")),
+    "model-no-graph": ("model", model("no_graph")),
+    "generate": ("model", generate),
+    "gate": ("gate", arms("gate")),
+    "host": ("host", host),
+    "compile_time": ("compile_time", compile_time),
+}
+
+
+def of_kind(data: Data, kind: str) -> list[Cell]:
+    """The cells of one kind."""
+    return [cell for cell in data["cells"] if cell["kind"] == kind]
+
+
+def median(cell: Cell, name: str) -> float | None:
+    """A candidate's median in us; None where it has no time."""
+    value = cell.get("candidates", {}).get(name, {}).get("median_us")
+    return None if value is None else float(value)
+
+
+def best_peer(cell: Cell) -> tuple[str, float] | None:
+    """The fastest candidate but ours, and its time over ours."""
+    own = median(cell, FUSED)
+    others = {
+        name: time
+        for name in cell.get("candidates", {})
+        if name != FUSED and (time := median(cell, name)) is not None
+    }
+    if own is None or not others:
+        return None
+    name = min(others, key=lambda other: others[other])
+    return name, others[name] / own
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The geometric mean of positive values."""
+    logarithms = [math.log(value) for value in values]
+    return math.exp(sum(logarithms) / len(logarithms))
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, or a dash."""
+    if value is None:
+        return ABSENT
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _heads(query: int, key: int, width: int) -> str:
+    return f"{query}/{key} heads of {width}"
+
+
+def _time(cell: Cell, name: str) -> str:
+    entry = cell.get("candidates", {}).get(name, {})
+    return "failed" if "failed" in entry else number(entry.get("median_us"))
+
+
+def _kernel_cell(cell: Cell | None) -> str:
+    """Such as "26.5 us, 1.36x fa3, 0.71"."""
+    if cell is None:
+        return ABSENT
+    own = median(cell, FUSED)
+    if own is None:
+        return "skipped" if "skipped" in cell else "failed"
+    peer = best_peer(cell)
+    against = f"{peer[1]:.2f}x {peer[0]}" if peer else ABSENT
+    return f"{number(own)} us, {against}, {cell['floor_us'] / own:.2f}"
+
+
+def _step_cell(cell: Cell | None, live: str, mode: str) -> str:
+    """Such as "11.3 → 0.31 ms (36x)"."""
+    if cell is None:
+        return ABSENT
+    if "skipped" in cell:
+        return "skipped"
+    timings = cell.get("live", {}).get(live)
+    if timings is None:
+        return "failed" if "failed" in cell else ABSENT
+    stock, fused = (median(timings.get(mode, {}), name) for name in (STOCK, FUSED))
+    if stock is None or fused is None:
+        return "failed"
+    return f"{number(stock / 1e3)} → {number(fused / 1e3)} ms ({number(stock / fused)}x)"

@@ -1,0 +1,630 @@
+"""The benchmark tool without a GPU: statistics, bookkeeping, tables, plots and --check."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import __main__ as everything
+from bench import environment, kernel, model, models, operands, peers, report, tables, timing
+from bench.ceilings import Ceilings
+from bench.geometry import GEOMETRIES, GRID, Geometry, named
+from bench.models import MODELS, Decode
+from bench.peers import Peer
+from bench.results import Results, candidates, failed, load
+from bench.session import Session
+from bench.timing import NULL, Arm, Captured, Summary, interleave, quantile, summarise, with_null
+
+CPU = torch.device("cpu")
+SMALL = Geometry("small", 4, 2, 16, False, "none")
+
+
+class ScriptedClock:
+    """Gives each arm the time that its name says, plus a drift that grows with every sample."""
+
+    def __init__(self, drift: float = 0.0) -> None:
+        self.drift = drift
+        self.taken: list[list[str]] = []
+        self._count = 0
+
+    def time(self, arms: Sequence[Arm]) -> list[float]:
+        self.taken.append([arm.name for arm in arms])
+        samples = []
+        for arm in arms:
+            arm.run()
+            self._count += 1
+            samples.append(float(arm.name.split()[-1]) + self.drift * self._count)
+        return samples
+
+
+def nothing() -> None:
+    pass
+
+
+# Timing
+
+
+def test_quantiles_interpolate_between_samples() -> None:
+    ordered = [1.0, 2.0, 4.0, 8.0, 16.0]
+    assert [quantile(ordered, share) for share in (0, 0.25, 0.5, 1)] == [1, 2, 4, 16]
+    assert quantile(ordered, 0.375) == 3
+    cuts = statistics.quantiles(range(37), n=5, method="inclusive")
+    assert summarise(range(37)) == Summary(18, cuts[0], cuts[3], 37)
+    with pytest.raises(ValueError, match="no samples"):
+        quantile([], 0.5)
+
+
+def test_every_arm_is_sampled_once_a_round_and_the_first_round_does_not_count() -> None:
+    clock = ScriptedClock()
+    taken = interleave([Arm("a 5", nothing), Arm("b 7", nothing)], clock, rounds=12)
+    assert {name: (s.median, s.samples) for name, s in taken.items()} == {
+        "a 5": (5, 12),
+        "b 7": (7, 12),
+    }
+    assert len(clock.taken) == 13
+    assert all(sorted(names) == ["a 5", "b 7"] for names in clock.taken)
+    assert len({tuple(names) for names in clock.taken}) == 2
+
+
+def test_drift_meets_all_arms_alike() -> None:
+    arms = [Arm("a 100", nothing), Arm("b 100", nothing)]
+    taken = interleave(arms, ScriptedClock(drift=0.1), rounds=200)
+    # Timed one after the other, they would differ by 200 samples of drift, 20.
+    assert abs(taken["a 100"].median - taken["b 100"].median) < 1
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(1e-4, 10), (0.03, 30), (10.0, 200)])
+def test_rounds_fill_the_time(seconds: float, rounds: int) -> None:
+    arms = [Arm("a 400", nothing), Arm("b 600", nothing)]
+    taken = interleave(arms, ScriptedClock(), seconds=seconds)
+    assert taken["a 400"].samples == rounds
+
+
+def test_the_null_arm_is_the_first_arm_again() -> None:
+    ran: list[str] = []
+    arms = [Arm("a", lambda: ran.append("a"), nothing), Arm("b", lambda: ran.append("b"))]
+    null = with_null(arms)[-1]
+    null.run()
+    assert (null.name, ran, null.prepare) == (NULL, ["a"], nothing)
+    assert with_null([]) == []
+    assert interleave([], ScriptedClock()) == {}
+
+
+def test_arms_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="distinct"):
+        interleave([Arm("a 1", nothing), Arm("a 1", nothing)], ScriptedClock())
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_wall_clock_times_the_run_alone(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    now = iter(range(100))
+
+    def record(name: str) -> Callable[[], None]:
+        return lambda: events.append(name)
+
+    def tick() -> int:
+        events.append("clock")
+        return next(now)
+
+    monkeypatch.setattr(timing.time, "perf_counter", tick)
+    clock = timing.WallClock(record("sync"), record("evict"), wait=wait)
+    assert clock.time([Arm("a", record("run"), record("prepare"))]) == [1e6]
+    inside = ["run", "sync"] if wait else ["run"]
+    assert events == ["prepare", "evict", "sync", "clock", *inside, "clock", "sync"]
+
+
+# Results and sessions
+
+
+def session(tmp_path: Path, budget: float = 100.0) -> Session:
+    results = Results("kernel", "fake", tmp_path, {"device": "fake"})
+    clock: Any = ScriptedClock()
+    return Session(results, clock, Ceilings(2.0, 4.0), CPU, budget)
+
+
+def test_a_cell_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
+    def measure(cell: int) -> dict[str, Any]:
+        if cell == 1:
+            raise RuntimeError("out\nof memory")
+        return {"value": cell}
+
+    run = session(tmp_path)
+    run.each([0, 1, 2], measure, lambda cell: {"kind": "test", "shape": {"B": cell}}, "test")
+    cells = load(run.results.path)["cells"]
+    assert [cell.get("value") for cell in cells] == [0, None, 2]
+    assert cells[1]["failed"] == "RuntimeError: out of memory"
+    assert [cell["shape"]["B"] for cell in cells] == [0, 1, 2]
+
+
+def test_a_spent_budget_is_written_down(tmp_path: Path) -> None:
+    run = session(tmp_path, budget=-1)
+    run.each([0], lambda cell: {}, lambda cell: {"kind": "test"}, "test")
+    assert load(run.results.path)["cells"][0]["skipped"] == "time budget of -1 s"
+
+
+def test_candidates_keep_who_has_no_time() -> None:
+    summaries = {"fused": Summary(1.23456, 1, 2, 9), NULL: Summary(1.25, 1, 2, 9)}
+    entry = candidates(summaries, {"fa3": failed("no")}, {"fused": {"error": 0.002}})
+    assert entry["candidates"]["fused"] == {
+        "median_us": 1.235,
+        "p20_us": 1,
+        "p80_us": 2,
+        "samples": 9,
+        "error": 0.002,
+    }
+    assert entry["candidates"]["fa3"] == {"failed": "no"}
+    assert entry["null"]["median_us"] == 1.25
+
+
+def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"schema": 0}')
+    with pytest.raises(ValueError, match="schema 0"):
+        load(path)
+
+
+def test_device_names_make_file_names() -> None:
+    names = {"NVIDIA H200": "h200", "NVIDIA GeForce RTX 4090": "rtx-4090", "cpu": "cpu", "": ""}
+    assert {name: environment.slug(name) for name in names} == {**names, "": "unknown"}
+
+
+def test_the_environment_is_described_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.COMMIT_VARIABLE, "abc")
+    monkeypatch.setenv(environment.DIRTY_VARIABLE, "1")
+    described = json.loads(json.dumps(environment.describe(CPU)))
+    assert (described["commit"], described["dirty"]) == ("abc", True)
+    assert torch.__version__.startswith(described["packages"]["torch"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("run", [everything.main, kernel.main, model.main])
+def test_runs_say_that_they_need_a_gpu(run: Callable[[list[str]], int]) -> None:
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        run(["--quick"])
+
+
+class FinishedAfter:
+    """A process that is still running at its first polls."""
+
+    def __init__(self, polls: int, returncode: int) -> None:
+        self.polls = polls
+        self.returncode = returncode
+
+    def poll(self) -> int | None:
+        self.polls -= 1
+        return self.returncode if self.polls < 0 else None
+
+
+def test_runs_are_shared_out_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(everything, "POLL_SECONDS", 0)
+    started: list[tuple[str, int]] = []
+    jobs = [everything.Job(name, name) for name in "abcd"]
+
+    def start(job: everything.Job, gpu: int) -> Any:
+        started.append((job.name, gpu))
+        return FinishedAfter(polls=9 if job.name == "a" else 1, returncode=int(job.name == "c"))
+
+    assert everything.share_out(jobs, 2, start) == [jobs[2]]
+    assert started == [("a", 0), ("b", 1), ("c", 1), ("d", 1)]
+
+
+# Kernel cells
+
+
+@pytest.fixture
+def no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls stand in for the CUDA graphs of kernel cells."""
+
+    def replayed(call: Callable[[], Tensor]) -> Captured:
+        output = call().clone()
+        return Captured(lambda: output.copy_(call()), output)
+
+    monkeypatch.setattr(kernel, "capture", replayed)
+
+
+@pytest.mark.usefixtures("no_graphs")
+def test_wrong_and_failing_candidates_get_no_time(tmp_path: Path) -> None:
+    given = operands.make(SMALL, 3, 20, CPU)
+    given = given.masked(operands.live_mask(20, 7, CPU))
+    exact = operands.truth(given)
+    right = exact.output.to(operands.DTYPE)
+
+    def refuses(given: operands.Operands) -> peers.Call:
+        raise NotImplementedError("not here")
+
+    entries = [
+        kernel.Entry(name, Peer(name, build), given, exact)
+        for name, build in {
+            "right 10": lambda given: lambda: right,
+            "flat 20": lambda given: lambda: right.flatten(2),
+            "off 30": lambda given: lambda: right * 1.1,
+            "nan 40": lambda given: lambda: right * math.nan,
+            "refuses 50": refuses,
+        }.items()
+    ]
+    run = session(tmp_path)
+    run.clock.time = lambda arms: [1.0 for arm in arms]  # type: ignore[method-assign]
+    entry = kernel.compare(run, entries)
+    timed = {name for name, c in entry["candidates"].items() if "median_us" in c}
+    assert timed == {"right 10", "flat 20"}
+    assert entry["null"] is not None
+    assert entry["candidates"]["right 10"]["error"] < exact.bound
+    assert "wrong" in entry["candidates"]["off 30"]["failed"]
+    assert "wrong" in entry["candidates"]["nan 40"]["failed"]
+    assert entry["candidates"]["refuses 50"]["failed"] == "NotImplementedError: not here"
+
+
+@pytest.mark.usefixtures("no_graphs")
+def test_a_whole_kernel_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def torchs(given: operands.Operands) -> peers.Call:
+        q, k, v, gate, mask, scale = vars(given).values()
+        return lambda: peers._gated_sdpa(q, k, v, gate, mask, scale)
+
+    begun = session(tmp_path)
+    begun.clock.time = lambda arms: [1.0 for arm in arms]  # type: ignore[method-assign]
+    ours, stock = Peer("fused", torchs), Peer("stock", torchs)
+    monkeypatch.setattr(Session, "begin", lambda *arguments: begun)
+    monkeypatch.setattr(kernel, "OURS", ours)
+    monkeypatch.setattr(kernel, "STOCK", stock)
+    monkeypatch.setattr(kernel, "PEERS", (ours, stock, Peer("fa3", torchs, lambda: "gone")))
+    monkeypatch.setattr(kernel, "LIVE", 5)
+    monkeypatch.setattr(kernel, "MASK_CAPACITIES", (16, 32))
+    monkeypatch.setattr(kernel, "MASK_BATCHES", (2,))
+    monkeypatch.setattr(kernel, "TOKENS_LENGTH", 32)
+    monkeypatch.setattr(kernel.geometry, "QUICK_GRID", ((1, 16), (2, 32)))
+    assert kernel.main(["--quick", "--only", "grid", "masks", "tokens"]) == 0
+
+    data = load(begun.results.path)
+    assert data["missing"] == {"fa3": "gone"}
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for cell in data["cells"]:
+        cells.setdefault(cell["kind"], []).append(cell)
+        assert all("median_us" in c for c in cell["candidates"].values()), cell
+    assert [len(cells[kind]) for kind in ("grid", "masks", "tokens")] == [4, 1, 1]
+    assert cells["grid"][0]["shape"]["S"] == 16
+    assert set(cells["grid"][0]["candidates"]) == {"fused", "stock"}
+    variants = {
+        f"fused {m} @{c}" for m in ("none", "bool-full", "bool-5", "where-5") for c in (16, 32)
+    }
+    assert variants < set(cells["masks"][0]["candidates"])
+    assert {"fused 1", "fused 4", "fused 4 causal"} < set(cells["tokens"][0]["candidates"])
+    assert "| fused bool-5 @32 | 1.00 |" in report.everything(report.sources(tmp_path))
+
+
+def test_the_bound_admits_bfloat16_and_no_more() -> None:
+    exact = operands.truth(operands.make(SMALL, 2, 50, CPU))
+    eps = torch.finfo(torch.bfloat16).eps
+    assert eps / 8 < exact.bound < 2 * eps
+
+
+@pytest.mark.parametrize("geometry", [SMALL, GEOMETRIES[3]], ids=lambda g: g.name)
+def test_stock_peers_agree_with_the_truth(geometry: Geometry) -> None:
+    given = operands.make(geometry, 2, 24, CPU)
+    exact = operands.truth(given)
+    output = peers._gated_sdpa(given.query, given.key, given.value, given.gate, None, given.scale)
+    assert exact.error(output) <= exact.bound
+
+
+def test_pages_hold_the_cache() -> None:
+    cache = torch.arange(2 * 3 * 32 * 4).view(2, 3, 32, 4)
+    pages = peers._in_pages(cache)
+    assert pages.shape == (4, 3, 16, 4)
+    assert torch.equal(pages[3], cache[1, :, 16:])
+
+
+def test_a_peer_that_is_not_installed_is_named() -> None:
+    missing = {peer.name: peer.missing() for peer in peers.PEERS}
+    assert missing["fused"] is None
+    assert missing["stock"] is None
+    absent = peers._needs("some-package 1.0", "no_such_module_here")
+    assert absent() == "some-package 1.0 is not installed"
+    assert peers._needs("torch", "no_such_module_here", "torch")() is None
+
+
+def test_a_peer_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_peer.py").write_text("raise OSError('no libcuda')")
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = peers._needs("broken 1.0", "broken_peer")()
+    assert reason == "broken 1.0 cannot be imported: OSError: no libcuda"
+
+
+def test_floors_follow_the_bytes() -> None:
+    shape = named("qwen3_next")
+    assert shape.kv_bytes(8, 4096) == 2 * 8 * 2 * 4096 * 256 * 2
+    assert Ceilings(3.4, 4.48).floor_us(shape.kv_bytes(1, 131072)) == pytest.approx(63.3, abs=0.1)
+    with pytest.raises(KeyError, match="qwen3_next"):
+        named("nobody")
+
+
+# Models
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+TINY_LINEAR = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+TINY_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "dense": TINY,
+    "hybrid": {**TINY, **TINY_LINEAR},
+    "moe": {**TINY, **TINY_LINEAR, **TINY_EXPERTS, "shared_expert_intermediate_size": 16},
+    "afmoe": {**TINY, **TINY_EXPERTS, "sliding_window": 24},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_step_attends_to_the_live_keys_alone(name: str) -> None:
+    pytest.importorskip("transformers")
+    changes = {k: v for k, v in CHANGES[name].items() if name != "moe" or k != "intermediate_size"}
+    built = models.named(name).build(CPU, **changes)
+    decode = Decode(built, batch=2, capacity=48)
+    assert (
+        sum(
+            tensor.numel() * tensor.element_size()
+            for layer in decode._attention_layers()
+            for tensor in (layer.keys, layer.values)
+        )
+        == models.cache_bytes(built, 2, 48)[0]
+    )
+    for live in (20, 48):
+        decode.set_live(live)
+        steps = []
+        for _ in range(2):
+            decode.restore()
+            decode.prepare()
+            steps.append(decode.step(built).clone())
+        assert torch.equal(*steps)
+    decode.set_live(20)
+    decode.restore()
+    before = decode.step(built).clone()
+    for slots, same in ((slice(20, None), True), (slice(5, 6), False)):
+        decode.restore()
+        decode.prepare()
+        for layer in decode._attention_layers():
+            layer.keys[:, :, slots] += 5
+            layer.values[:, :, slots] += 5
+        assert torch.equal(decode.step(built), before) is same
+    with pytest.raises(ValueError, match="49 live"):
+        decode.set_live(49)
+
+
+def test_models_say_how_many_gated_layers_they_have() -> None:
+    for entry in MODELS:
+        kinds = entry.settings["layer_types"]
+        assert len(kinds) == entry.settings["num_hidden_layers"]
+        assert sum(kind != "linear_attention" for kind in kinds) == entry.gated_layers
+
+
+def test_logits_further_from_eager_than_stock_are_refused() -> None:
+    eager = torch.randn(2, 1, 50, generator=torch.Generator().manual_seed(0))
+    outputs = {"eager": eager, "stock": eager * 1.01, "fused": eager * 1.04}
+    details, wrong = model.judge(outputs)
+    assert details["fused"]["difference_from_eager"] == pytest.approx(0.04, rel=0.01)
+    assert not wrong
+    for bad in (eager * 1.2, eager * math.nan):
+        assert set(model.judge({**outputs, "fused": bad})[1]) == {"fused"}
+    assert set(model.judge({"stock": eager, "fused": -eager})[1]) == {"fused"}
+    assert model.judge({}) == ({}, {})
+
+
+# Reports
+
+
+def entry(median: float) -> dict[str, Any]:
+    return {"median_us": median, "p20_us": median, "p80_us": median, "samples": 10}
+
+
+def result(run: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "run": run,
+        "gpu": "h200",
+        "environment": {
+            "device": "NVIDIA H200",
+            "nvidia_smi": {"driver_version": "580.1"},
+            "packages": {"torch": "2.11.0", "triton": "3.6.0", "transformers": None},
+            "commit": "0123456789abcdef",
+            "dirty": False,
+        },
+        "missing": {"fa3": "fa3-fwd 0.0.3 is not installed"} if run == "kernel" else {},
+        "cells": cells,
+    }
+
+
+def grid_cell(geometry: Geometry, batch: int, length: int) -> dict[str, Any]:
+    return {
+        **kernel.describe_grid(kernel.Cell(geometry, batch, length)),
+        "floor_us": 8.0,
+        "candidates": {
+            "fused": entry(10.0),
+            "stock": entry(16.0),
+            "flex": entry(15.0),
+            "stock-flash": {"failed": "no"},
+        },
+        "null": entry(10.1),
+    }
+
+
+def step_cell(name: str, batch: int, capacity: int) -> dict[str, Any]:
+    times = candidates({"stock": Summary(11340, 1, 1, 9), "fused": Summary(420, 1, 1, 9)}, {})
+    return {
+        "kind": "step",
+        "shape": {"model": name, "B": batch, "capacity": capacity},
+        "live": {"600": {"graph": times, "no_graph": times}},
+    }
+
+
+def fabricated(folder: Path) -> None:
+    """One result file of every run."""
+    folder.mkdir(parents=True)
+    compared = {"candidates": {"fused": entry(10.0), "separate": entry(14.0)}, "null": entry(10.0)}
+    steps = [step_cell("dense", 8, 4096), step_cell("dense", 8, 32768)]
+    steps.append({**step_cell("dense", 32, 32768), "skipped": "needs 200 GiB", "live": {}})
+    rates = [
+        {"kind": "generate", "candidate": name, "tokens_per_s": rate, "shape": {"B": 8}}
+        for name, rate in {"stock": 700.4, "fused": 9000.2}.items()
+    ]
+    files = {
+        "kernel": [grid_cell(g, *shape) for g in GEOMETRIES[:2] for shape in GRID[:3]]
+        + [{**kernel.describe_masks(8), **compared}, {**kernel.describe_tokens(8), **compared}],
+        "model-dense": [*steps, *rates],
+        "gate": [{"kind": "gate", "shape": {"B": 1}, **compared}],
+        "host": [{"kind": "host", "shape": {"layers": 8}, "returns": timings(), "done": timings()}],
+        "compile_time": [
+            {
+                "kind": "compile_time",
+                "shape": {"layers": 64},
+                "stock_s": 90.0,
+                "fused_s": 91.0,
+                "pass_ms": 120.0,
+                "lowering_ms": 60.0,
+                "added_share": 0.002,
+            }
+        ],
+    }
+    for run, cells in files.items():
+        (folder / f"{run}-h200.json").write_text(json.dumps(result(run, cells)))
+
+
+def timings() -> dict[str, Any]:
+    return {"candidates": {"stock": entry(350.0), "fused": entry(280.0)}, "null": entry(351.0)}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository with results of every run and a README with every marker."""
+    fabricated(tmp_path / "bench" / "results")
+    sections = [f"<!-- bench:{name} -->\n<!-- /bench:{name} -->" for name in tables.TABLES]
+    (tmp_path / "README.md").write_text("\n\n".join(["# Title", *sections, "End.\n"]))
+    return tmp_path
+
+
+def run_report(root: Path, *options: str) -> int:
+    return report.main(["--root", str(root), *options])
+
+
+def test_every_table_is_rendered_and_checks(root: Path) -> None:
+    assert run_report(root, "--check") == 1
+    assert run_report(root) == 0
+    text = (root / "README.md").read_text()
+    for line in (
+        "| 1, 512 | 10.0 us, 1.50x flex, 0.80 | 10.0 us, 1.50x flex, 0.80 |",
+        "Best peer over fused: geometric mean 1.50, least 1.50. "
+        "Floor over fused: geometric mean 0.80, least 0.80.",
+        "| 16/2 heads of 256, 1, 4096 | 8.00 | 10.0 | 16.0 | 15.0 | failed | 10.1 |",
+        "Not measured: fa3, fa3-fwd 0.0.3 is not installed.",
+        "| model | capacity | live | batch 8 | batch 32 |",
+        "| dense | 4096 | 600 | 11.3 → 0.42 ms (27.0x) | - |",
+        "| dense | 32768 | 600 | 11.3 → 0.42 ms (27.0x) | skipped |",
+        "| fused | 9000 |",
+        "| separate | 14.0 |",
+        "| 8 layers, until the call returns | 350 | 280 |",
+        "| 64 | 90.0 s | 91.0 s | 120.0 ms | 60.0 ms | 0.20 % |",
+        "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0; commit 0123456789ab; "
+        "`model-dense-h200.json`.",
+        "End.",
+    ):
+        assert line in text.splitlines()
+    assert run_report(root, "--check") == 0
+    assert run_report(root) == 0
+    assert (root / "README.md").read_text() == text
+
+
+@pytest.mark.parametrize("edited", ["11.3 → 0.42 ms", "| 64 | 90.0 s", "1.50x flex"])
+def test_an_edited_number_fails_the_check(root: Path, edited: str) -> None:
+    run_report(root)
+    readme = root / "README.md"
+    text = readme.read_text()
+    assert edited in text
+    readme.write_text(text.replace(edited, edited.replace("1", "2").replace("9", "8"), 1))
+    assert run_report(root, "--check") == 1
+
+
+def test_a_changed_result_or_plot_fails_the_check(root: Path) -> None:
+    run_report(root)
+    plot = root / "docs" / "images" / "speedup-h200.svg"
+    original = plot.read_text()
+    plot.write_text(original.replace("circle", "ellipse"))
+    assert run_report(root, "--check") == 1
+    plot.write_text(original)
+    assert run_report(root, "--check") == 0
+    path = root / "bench" / "results" / "gate-h200.json"
+    path.write_text(path.read_text().replace("14.0", "15.0"))
+    assert run_report(root, "--check") == 1
+
+
+def test_plots_are_well_formed(root: Path) -> None:
+    run_report(root)
+    images = sorted((root / "docs" / "images").iterdir())
+    assert [path.name for path in images] == [
+        "capacity-h200.svg",
+        "floor-h200.svg",
+        "speedup-h200.svg",
+    ]
+    circles = [
+        len([e for e in ElementTree.parse(path).iter() if e.tag.endswith("circle")])
+        for path in images
+    ]
+    assert circles == [4, 6, 6]
+
+
+def test_a_table_without_results_is_empty(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench:gate -->\n| stale |\n<!-- /bench:gate -->\n")
+    assert run_report(tmp_path, "--check") == 1
+    assert run_report(tmp_path) == 0
+    assert readme.read_text() == "<!-- bench:gate -->\n<!-- /bench:gate -->\n"
+
+
+def test_an_unknown_marker_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("<!-- bench:nope -->\n<!-- /bench:nope -->\n")
+    with pytest.raises(ValueError, match="bench:nope"):
+        run_report(tmp_path, "--check")
+
+
+def test_quick_results_are_printed_but_never_rendered(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_report(root)
+    cells = [{**grid_cell(GEOMETRIES[0], 1, 512), "floor_us": 5.0}]
+    path = root / "bench" / "results" / "kernel-quick-h200.json"
+    path.write_text(json.dumps(result("kernel-quick", cells)))
+    assert run_report(root, "--check") == 0
+    assert run_report(root, "--print") == 0
+    assert "## kernel" in capsys.readouterr().out
+
+
+def test_one_cell_in_two_files_is_an_error(root: Path) -> None:
+    again = result("model", [step_cell("dense", 8, 4096)])
+    (root / "bench" / "results" / "model-h200.json").write_text(json.dumps(again))
+    with pytest.raises(ValueError, match="a cell twice"):
+        run_report(root, "--check")
+
+
+def test_the_committed_documents_agree_with_the_committed_results() -> None:
+    assert report.main(["--check"]) == 0
