@@ -160,11 +160,20 @@ class _Inserter:
 
         Every layer has the same mask, and what is emitted for it twice is computed twice.
         """
+        node: Node
         call = _spell_call(args, kwargs)
-        for node in self.graph.find_nodes(op="call_function", target=target):
-            if node.meta.get(_SHARED) and _spell_call(node.args, node.kwargs) == call:
-                if node < self.before:
-                    return node
+        operands: list[Node] = []
+        torch.fx.map_arg(args, operands.append)
+        alike = (
+            operands[0].users
+            if operands
+            else self.graph.find_nodes(op="call_function", target=target, sort=False)
+        )
+        for node in alike:
+            if node.target is not target or not node.meta.get(_SHARED):
+                continue
+            if _spell_call(node.args, node.kwargs) == call and node < self.before:
+                return node
         node = self(target, *args, **kwargs)
         node.meta[_SHARED] = True
         return node

@@ -32,10 +32,12 @@ from .layout import same
 from .mask_program import (
     Apply,
     Axis,
+    Captured,
     ComputedMask,
     Constant,
     Expression,
     Listed,
+    Lookup,
 )
 from .operands import LOWEST_BIAS, read_attention
 from .reason import Decline, Reason
@@ -101,7 +103,6 @@ def recognise_flex(node: Node) -> Attention | Decline:
         value=call.value,
         output=output,
         scale=call.scale,
-        lowest_bias=_lowest_bias(call.query),
     )
     return attention if isinstance(attention, Decline) else _with_mods(attention, call)
 
@@ -116,11 +117,6 @@ def _refuse_options(options: dict[str, Any]) -> Decline | None:
     return None
 
 
-def _lowest_bias(query: Any) -> float:
-    on_cpu = has_tensor(query) and tensor(query).device.type == "cpu"
-    return LOWEST_BIAS if on_cpu else LOWEST_IN_BASE_2
-
-
 def _with_mods(attention: Attention, call: _Call) -> Attention | Decline:
     axes = _axes(attention)
     score_mod = _read_score_mod(call, axes)
@@ -129,10 +125,19 @@ def _with_mods(attention: Attention, call: _Call) -> Attention | Decline:
     visible = _visible(call, axes)
     if isinstance(visible, Decline):
         return visible
-    mask = _mask(attention, score_mod, visible)
+    on_cpu = tensor(attention.query.node).device.type == "cpu"
+    lowest_bias = LOWEST_BIAS if on_cpu else LOWEST_IN_BASE_2
+    mask = _mask(attention, score_mod, visible, lowest_bias)
     if isinstance(mask, Decline):
         return mask
-    return replace(attention, mask=mask, scale=attention.scale * score_mod.scale)
+    return replace(
+        attention,
+        mask=mask,
+        scale=attention.scale * score_mod.scale,
+        # On GPUs the splits of flex decoding are summed up in the kernel that gates.
+        is_rounded=on_cpu,
+        lowest_bias=lowest_bias,
+    )
 
 
 def _axes(attention: Attention) -> tuple[Axis, Axis, Axis, Axis]:
@@ -223,7 +228,7 @@ def _listed(
 
 
 def _mask(
-    attention: Attention, score_mod: ScoreMod, visible: Expression
+    attention: Attention, score_mod: ScoreMod, visible: Expression, lowest_bias: float
 ) -> ComputedMask | Decline | None:
     """Everything that hides a key or is added to its logit, as one mask."""
     device = tensor(attention.query.node).device
@@ -240,15 +245,16 @@ def _mask(
         return _bias(score_mod.bias, live, device)
     if live is None:
         return None
-    return ComputedMask(live, torch.bool, device, _fill(score_mod, attention.lowest_bias))
+    return ComputedMask(live, torch.bool, device, _fill(score_mod, lowest_bias))
 
 
-def _bias(bias: Expression, live: Expression | None, device: torch.device) -> ComputedMask:
-    node = bias.table if hasattr(bias, "table") else bias.node  # type: ignore[union-attr]
-    dtype = tensor(node).dtype
-    if live is not None:
-        bias = Apply(aten.where.self, (live, bias, Constant(-math.inf, dtype)), (), dtype)
-    return ComputedMask(bias, dtype, device)
+def _bias(bias: Lookup | Captured, live: Expression | None, device: torch.device) -> ComputedMask:
+    """A bias, -inf where a key is hidden."""
+    dtype = tensor(bias.table if isinstance(bias, Lookup) else bias.node).dtype
+    if live is None:
+        return ComputedMask(bias, dtype, device)
+    hidden = Constant(-math.inf, dtype)
+    return ComputedMask(Apply(aten.where.self, (live, bias, hidden), (), dtype), dtype, device)
 
 
 def _fill(score_mod: ScoreMod, lowest_bias: float) -> float:

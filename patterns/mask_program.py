@@ -187,12 +187,8 @@ class _Emission:
             return self._constant(0, torch.int32)
         view = [1, 1, 1, 1]
         view[axis.dim] = -1
-        return self._insert(aten.reshape.default, self._count(self._size(axis)), view)
-
-    def _size(self, axis: Axis) -> int | Node:
-        if isinstance(axis.size, int):
-            return axis.size
-        return self._insert(aten.sym_size.int, axis.operand, axis.operand_dim)
+        length = self._length(axis.operand, axis.operand_dim)
+        return self._insert(aten.reshape.default, self._count(length), view)
 
     def _count(self, length: int | Node) -> Node:
         """0, 1, 2, ... as a tensor of one dimension."""
@@ -229,45 +225,65 @@ class _Emission:
             return index
         # Blocks that a kernel skips never evaluate their masks, so that an index there may be
         # beyond the table; what is read for it is not used, but must not fail.
-        length = size if isinstance(size, int) else self._insert(aten.sym_size.int, table, dim)
-        return self._insert(aten.remainder.Scalar, index, length)
+        return self._insert(aten.remainder.Scalar, index, self._length(table, dim))
 
     def _apply(self, call: Apply) -> Node:
         arguments = [
             self.of(argument) if isinstance(argument, Expression) else argument
             for argument in call.arguments
         ]
-        node = self._insert(call.target, *arguments, **dict(call.keywords))
+        keywords = dict(call.keywords)
+        if _divides_to_floor(call):
+            node = self._floor_divided(*arguments)
+        else:
+            node = self._insert(call.target, *arguments, **keywords)
         if call.dtype is not None and tensor(node).dtype is not call.dtype:
             raise AssertionError(f"{node.name} is {tensor(node).dtype}, not {call.dtype}")
         return node
 
+    def _floor_divided(self, dividend: Node, divisor: Node | int) -> Node:
+        # Inductor's own floor division of an arange is wrong at its end on CPUs (torch 2.13).
+        kind = "Tensor" if isinstance(divisor, Node) else "Scalar"
+        rest = self._insert(getattr(aten.remainder, kind), dividend, divisor)
+        multiple = self._insert(aten.sub.Tensor, dividend, rest)
+        return self._divided(multiple, divisor)
+
+    def _divided(self, dividend: Node, divisor: Node | int) -> Node:
+        """Integer division whose quotient has no fraction, or is rounded towards zero."""
+        return self._insert(aten.div.Tensor_mode, dividend, divisor, rounding_mode="trunc")
+
     def _listed(self, listed: Listed) -> Node:
         """Mark the blocks of every list, then look the mark of every token's and key's block up."""
         insert = self._insert
-        *_, query, key = listed.axes
-        key_blocks = insert(
-            aten.div.Tensor_mode, self._axis(key), listed.key_block, rounding_mode="floor"
-        )
-        # The first key of every block: 0, 1, 2, ...  # (1, 1, 1, key blocks)
-        every = insert(aten.slice.Tensor, key_blocks, 3, 0, sys.maxsize, listed.key_block)
+        batch, head, query, key = listed.axes
+        key_block = self._divided(self._axis(key), listed.key_block)
+        # 0, 1, 2, ...: the block of every block's first key.  # (1, 1, 1, key blocks)
+        every = insert(aten.slice.Tensor, key_block, 3, 0, sys.maxsize, listed.key_block)
         equal = insert(aten.eq.Tensor, insert(aten.unsqueeze.default, listed.blocks, 4), every)
-        longest = shape(listed.blocks)[3]
-        length = (
-            longest if isinstance(longest, int) else insert(aten.sym_size.int, listed.blocks, 3)
-        )
-        place = insert(aten.reshape.default, self._count(length), [1, 1, 1, -1, 1])
-        count = insert(aten.unsqueeze.default, insert(aten.unsqueeze.default, listed.count, 3), 4)
+        place = self._count(self._length(listed.blocks, 3))
+        place = insert(aten.reshape.default, place, [1, 1, 1, -1, 1])
+        count = insert(aten.unsqueeze.default, listed.count, 3)
+        count = insert(aten.unsqueeze.default, count, 4)
         valid = insert(aten.bitwise_and.Tensor, equal, insert(aten.lt.Tensor, place, count))
         marks = insert(aten.any.dim, valid, 3)  # (B or 1, Hq or 1, query blocks, key blocks)
-        indices = [
+        rows = [
             self._constant(0, torch.int32) if same(shape(marks)[axis.dim], 1) else self._axis(axis)
-            for axis in listed.axes[:2]
+            for axis in (batch, head)
         ]
-        query_blocks = insert(
-            aten.div.Tensor_mode, self._axis(query), listed.query_block, rounding_mode="floor"
-        )
-        return insert(aten.index.Tensor, marks, [*indices, query_blocks, key_blocks])
+        query_block = self._divided(self._axis(query), listed.query_block)
+        return insert(aten.index.Tensor, marks, [*rows, query_block, key_block])
+
+    def _length(self, node: Node, dim: int) -> int | Node:
+        size = shape(node)[dim]
+        return size if isinstance(size, int) else self._insert(aten.sym_size.int, node, dim)
+
+
+def _divides_to_floor(call: Apply) -> bool:
+    """Whether a call is a floor division of integers."""
+    if call.dtype is None or call.dtype.is_floating_point:
+        return False
+    to_floor = dict(call.keywords).get("rounding_mode") == "floor"
+    return to_floor or call.target in (aten.floor_divide.default, aten.floor_divide.Scalar)
 
 
 def _is_inside(index: Expression, size: Size) -> bool:

@@ -35,7 +35,7 @@ class ScoreMod:
     conditions: tuple[Expression, ...] = ()
     fill: float = -math.inf
     replaces: bool = False
-    bias: Expression | None = None
+    bias: Lookup | Captured | None = None
 
     @property
     def is_filled(self) -> bool:

@@ -93,8 +93,8 @@ def _expression(node: Node, values: dict[Node, Value]) -> Value | None:
         return _pointwise(node, values, None)
     if not has_tensor(node):
         return None
-    if node.target is aten.full.default:
-        return _full(node)
+    if node.target in (aten.full.default, aten.scalar_tensor.default):
+        return _number(node)
     if node.target is aten.index.Tensor:
         return _index(node, values)
     if node.target is aten.select.int:
@@ -110,9 +110,9 @@ def _expression(node: Node, values: dict[Node, Value]) -> Value | None:
     return _pointwise(node, values, dtype)
 
 
-def _full(node: Node) -> Constant | None:
-    size, value = cast(Sequence[Any], node.args[0]), node.args[1]
-    if len(size) or not isinstance(value, (bool, int, float)):
+def _number(node: Node) -> Constant | None:
+    value = node.args[-1]
+    if shape(node) or not isinstance(value, (bool, int, float)):
         return None
     return Constant(value, tensor(node).dtype)
 
