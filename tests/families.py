@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,27 +14,24 @@ from tests.models import cache_argument, greedy, static_cache
 
 VOCABULARY = 256
 CAPACITY = 64
-STEPS = 4
+STEPS = 3
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model family and what becomes of its gated softmax attentions.
+    """One model family of transformers, built small.
 
     Attributes:
-        name: the family, as transformers spells it, with the variant where there are several.
-        build: makes the model: two layers or so, float32, random weights from seed 0.
-        gate: the gate in the words of the model's code.
-        implementations: every `attn_implementation` that the family has a mask and a kernel for;
-            the first is the family's default.
-        gated_layers: gated softmax attentions of one decode step.
-        impossible: by implementation, or for `"all"`, why none of them can ever fuse.
-        pending: by implementation, which part of recognition is still missing.
-        note: what else sets the family apart.
+        name: the family as transformers spells it, with the variant where there are several.
+        build: makes the model, in float32.
+        gate: how the model's code spells the gate.
+        implementations: every `attn_implementation` that the family supports, its default first.
+        gated_layers: gated softmax attentions of one forward.
+        note: what else matters to the fusion.
     """
 
     name: str
-    build: Callable[[], Module]
+    build: Callable[[], Any]
     gate: str
     implementations: tuple[str, ...]
     gated_layers: int
@@ -44,10 +41,10 @@ class Family:
 class TextDecoder(Module):
     """A text model that transformers gives no language-model head, with one."""
 
-    def __init__(self, text: Module) -> None:
+    def __init__(self, text: Any) -> None:
         super().__init__()
         self.text = text
-        self.config: Any = text.config
+        self.config = text.config
         self.head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
         self._cache_argument = cache_argument(text)
 
@@ -110,7 +107,7 @@ _LATENT = {
 _WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 
 
-def _qwen3_next() -> Module:
+def _qwen3_next() -> Any:
     import transformers
 
     return transformers.Qwen3NextForCausalLM(
@@ -118,13 +115,13 @@ def _qwen3_next() -> Module:
     )
 
 
-def _qwen3_5() -> Module:
+def _qwen3_5() -> Any:
     import transformers
 
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**_config(**_HYBRID)))
 
 
-def _qwen3_5_vision() -> Module:
+def _qwen3_5_vision() -> Any:
     import transformers
 
     vision = {
@@ -145,7 +142,7 @@ def _qwen3_5_vision() -> Module:
     return transformers.Qwen3_5ForConditionalGeneration(config)
 
 
-def _qwen3_5_moe() -> Module:
+def _qwen3_5_moe() -> Any:
     import transformers
 
     settings = _config(**_SHARED_EXPERT, layer_types=["full_attention"] * 2)
@@ -153,13 +150,13 @@ def _qwen3_5_moe() -> Module:
     return transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**settings))
 
 
-def _qwen4_exp() -> Module:
+def _qwen4_exp() -> Any:
     import transformers
 
     settings = _config(
         **_SHARED_EXPERT,
-        **_LINEAR,
-        layer_types=["linear_attention", "indexed_attention"],
+        num_hidden_layers=1,
+        layer_types=["full_attention"],
         hc_count=2,
         hc_lowrank=16,
         indexer_n_heads=2,
@@ -172,7 +169,7 @@ def _qwen4_exp() -> Module:
     return transformers.Qwen4ExpForCausalLM(transformers.Qwen4ExpTextConfig(**settings))
 
 
-def _afmoe() -> Module:
+def _afmoe() -> Any:
     import transformers
 
     config = transformers.AfmoeConfig(
@@ -181,14 +178,14 @@ def _afmoe() -> Module:
     return transformers.AfmoeForCausalLM(config)
 
 
-def _step3p7() -> Module:
+def _step3p7() -> Any:
     from transformers.models.step3p7 import configuration_step3p7, modeling_step3p7
 
     config = configuration_step3p7.Step3p7TextConfig(
         **_config(
             **_WINDOWED,
             num_sliding_attention_heads=8,
-            mlp_layer_types=["dense", "sparse"],
+            mlp_layer_types=["dense", "dense"],
             n_routed_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=32,
@@ -198,7 +195,7 @@ def _step3p7() -> Module:
     return TextDecoder(modeling_step3p7.Step3p7TextModel(config))
 
 
-def _hrm_text() -> Module:
+def _hrm_text() -> Any:
     import transformers
 
     settings = _config(num_hidden_layers=1, H_cycles=2, L_cycles=1)
@@ -206,7 +203,7 @@ def _hrm_text() -> Module:
     return transformers.HrmTextForCausalLM(transformers.HrmTextConfig(**settings))
 
 
-def _muse_glimmer() -> Module:
+def _muse_glimmer() -> Any:
     from transformers.models.muse_glimmer import (
         configuration_muse_glimmer,
         modeling_muse_glimmer,
@@ -216,7 +213,7 @@ def _muse_glimmer() -> Module:
     return TextDecoder(modeling_muse_glimmer.MuseGlimmerTextModel(config))
 
 
-def _axk2() -> Module:
+def _axk2() -> Any:
     import transformers
 
     return transformers.AXK2ForCausalLM(
@@ -224,43 +221,124 @@ def _axk2() -> Module:
     )
 
 
-def _hy_v4() -> Module:
+def _hy_v4() -> Any:
     import transformers
 
     config = transformers.HYV4Config(**_config(**_LATENT, hc_mult=2, learnable_sink_init=0.5))
     return transformers.HYV4ForCausalLM(config)
 
 
-def _neomme() -> Module:
+def _neomme() -> Any:
     import transformers
 
     config = transformers.NeoMMEConfig(
-        **_config(layer_types=["sliding_attention", "full_attention"], sliding_window=8),
-        embedding_rank=32,
+        **_config(num_hidden_layers=1, layer_types=["full_attention"], embedding_rank=32)
     )
     return transformers.NeoMMEForMaskedLM(config)
 
 
-SDPA = ("sdpa", "eager")
-FLEX = ("sdpa", "eager", "flex_attention")
+_CHUNK = "second half of every head of q_proj, flattened to (B, Q, Hq * D)"
+_PROJECTION = "own projection, (B, Q, Hq * D)"
+_WITHOUT_FLEX = ("sdpa", "eager")
+_WITH_FLEX = ("sdpa", "eager", "flex_attention")
 
 FAMILIES = (
-    Family("qwen3_next", _qwen3_next, "", SDPA, 1),
-    Family("qwen3_5", _qwen3_5, "", SDPA, 1),
-    Family("qwen3_5 (vision-language)", _qwen3_5_vision, "", SDPA, 2),
-    Family("qwen3_5_moe", _qwen3_5_moe, "", SDPA, 2),
-    Family("qwen4_exp", _qwen4_exp, "", SDPA, 1),
-    Family("afmoe", _afmoe, "", FLEX, 2),
-    Family("step3p7", _step3p7, "", FLEX, 2),
-    Family("hrm_text", _hrm_text, "", FLEX, 4),
-    Family("muse_glimmer", _muse_glimmer, "", FLEX, 2),
-    Family("axk2", _axk2, "", SDPA, 2),
-    Family("hy_v4", _hy_v4, "", ("eager",), 2),
-    Family("neomme", _neomme, "", FLEX, 2),
+    Family(
+        "qwen3_next",
+        _qwen3_next,
+        _CHUNK,
+        _WITHOUT_FLEX,
+        1,
+        "Its other layers are gated linear attention.",
+    ),
+    Family(
+        "qwen3_5",
+        _qwen3_5,
+        _CHUNK,
+        _WITHOUT_FLEX,
+        1,
+        "Its other layers are gated linear attention.",
+    ),
+    Family(
+        "qwen3_5 (vision-language)",
+        _qwen3_5_vision,
+        _CHUNK,
+        _WITHOUT_FLEX,
+        2,
+        "Fed with text.",
+    ),
+    Family("qwen3_5_moe", _qwen3_5_moe, _CHUNK, _WITHOUT_FLEX, 2),
+    Family(
+        "qwen4_exp",
+        _qwen4_exp,
+        _CHUNK,
+        _WITHOUT_FLEX,
+        1,
+        "An indexer picks the keys; its loops break the graph before the attention.",
+    ),
+    Family("afmoe", _afmoe, _PROJECTION, _WITH_FLEX, 2, "Sliding and full layers."),
+    Family(
+        "step3p7",
+        _step3p7,
+        "one logit a head, (B, Q, Hq, 1)",
+        _WITH_FLEX,
+        2,
+        "Text model; sliding layers have more heads.",
+    ),
+    Family(
+        "hrm_text",
+        _hrm_text,
+        "own projection, (B, Q, Hq, D), left operand",
+        _WITH_FLEX,
+        4,
+        "Two layers run twice each.",
+    ),
+    Family(
+        "muse_glimmer", _muse_glimmer, _PROJECTION, _WITH_FLEX, 2, "Text model; sliding and full."
+    ),
+    Family(
+        "axk2",
+        _axk2,
+        "slice of a shared projection; sigmoid and product in float32",
+        _WITHOUT_FLEX,
+        2,
+        "Latent attention, D != Dv; an indexer picks the keys.",
+    ),
+    Family(
+        "hy_v4",
+        _hy_v4,
+        "own projection, (B, Q, Hq, Dv)",
+        ("eager",),
+        2,
+        "Latent attention with a sink a head; an indexer picks the keys.",
+    ),
+    Family("neomme", _neomme, _PROJECTION, _WITH_FLEX, 1, "An encoder."),
 )
 
+# How many attentions of one forward fuse, by family and implementation.
+FUSED: dict[str, dict[str, int]] = {
+    "qwen3_next": {"sdpa": 1, "eager": 1},
+    "qwen3_5": {"sdpa": 1, "eager": 1},
+    "qwen3_5 (vision-language)": {"sdpa": 2, "eager": 2},
+    "qwen3_5_moe": {"sdpa": 2, "eager": 2},
+    "qwen4_exp": {"sdpa": 1, "eager": 0},
+    "afmoe": {"sdpa": 2, "eager": 2, "flex_attention": 2},
+    "step3p7": {"sdpa": 2, "eager": 2, "flex_attention": 2},
+    "hrm_text": {"sdpa": 4, "eager": 4, "flex_attention": 4},
+    "muse_glimmer": {"sdpa": 2, "eager": 2, "flex_attention": 2},
+    "axk2": {"sdpa": 2, "eager": 2},
+    "hy_v4": {"eager": 2},
+    "neomme": {"sdpa": 0, "eager": 0, "flex_attention": 0},
+}
 
-def build(family: Family, implementation: str) -> Module:
+# Why that is fewer than the family has.
+WHY_NOT: dict[str, str] = {
+    "qwen4_exp": "With eager attention the break makes the attention weights a graph output.",
+    "neomme": "What is gated is the output less its projection on V, which is no attention.",
+}
+
+
+def build(family: Family, implementation: str) -> Any:
     """The family's model with the given attention, for inference."""
     torch.manual_seed(0)
     model = family.build()
@@ -280,3 +358,27 @@ def decode(model: Module, compiled: Callable[..., Any] | None = None) -> tuple[T
         logits = (model if compiled is None else compiled)(prompt()).logits
         return logits.argmax(-1), logits
     return greedy(model, prompt(), STEPS, static_cache(model, CAPACITY), compiled)
+
+
+def table() -> str:
+    """What fuses in every family, as the table of docs/models.md."""
+    lines = [
+        "| Model | Gate | sdpa | eager | flex_attention | Remarks |",
+        "|---|---|---|---|---|---|",
+        *(_row(family) for family in FAMILIES),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(family: Family) -> str:
+    fused = FUSED[family.name]
+    cells = [
+        f"{fused[implementation]}/{family.gated_layers}" if implementation in fused else "-"
+        for implementation in _WITH_FLEX
+    ]
+    remarks = f"{family.note} {WHY_NOT.get(family.name, '')}".strip()
+    return f"| {family.name} | {family.gate} | {' | '.join(cells)} | {remarks} |"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
