@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion_pass import GatedAttentionPass
+from fusion_pass import GatedAttentionPass, lowering
 from tests.graphs import CUDA, fake_mode, qwen, qwen_inputs, recognitions, trace
 
 LAYERS = 64
-# The bar is 200 ms on an idle core; a loaded machine of two shared cores gets more.
-ALLOWED_SECONDS = 1.0
+# The bar is 200 ms on an idle core; another process beside it slows the same work down.
+ALLOWED_SECONDS = 0.5
 
 
 def deep(layers: int) -> torch.fx.GraphModule:
@@ -44,9 +44,11 @@ def deep(layers: int) -> torch.fx.GraphModule:
 def test_64_layers() -> None:
     module = deep(LAYERS)
     assert len(recognitions(module.graph)) == LAYERS
-    start = time.perf_counter()
+    # Inductor has imported its lowerings by the time that it runs a pass.
+    lowering.register()
+    start = time.process_time()
     GatedAttentionPass(strict=True)(module.graph, True)
-    elapsed = time.perf_counter() - start
+    elapsed = time.process_time() - start
     fused = module.graph.find_nodes(
         op="call_function", target=torch.ops.fusion_pass.gated_decode_attention.default
     )
