@@ -33,9 +33,7 @@ class Context:
     def _mutations(self) -> tuple[tuple[Node, Node], ...]:
         """Every in-place write as (who writes, the value whose storage is written)."""
         return tuple(
-            (node, storage_root(written))
-            for node in self.graph.nodes
-            for written in _written(node)
+            (node, storage_root(written)) for node in self.graph.nodes for written in _written(node)
         )
 
     def mutated_before(self, operand: Node, reader: Node) -> bool:

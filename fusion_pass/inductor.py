@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import sys
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import torch._guards
 import torch._inductor.config
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.exc import InductorError
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as _InferenceBase
@@ -22,6 +25,9 @@ else:
 
 SLOT = "post_grad_custom_pre_pass"
 """The Inductor setting that holds the first passes over a post-grad graph."""
+
+CompilationFailed = InductorError
+"""What Inductor raises for a fault in a pass, a lowering or the compilation of a kernel."""
 
 
 class InferenceGraphPass(_InferenceBase):
@@ -79,12 +85,12 @@ def flatten(slot: object) -> Iterator[Any]:
 
 
 def current_slot() -> object:
-    """What Inductor's global settings hold in the slot, in this thread."""
+    """What Inductor's global settings hold in the slot; in this thread, except on torch 2.11."""
     return getattr(torch._inductor.config, SLOT)
 
 
 def patched_slot(slot: object) -> AbstractContextManager[None]:
-    """Puts `slot` into Inductor's global settings, in this thread, until the context ends."""
+    """Puts `slot` into Inductor's global settings, as `current_slot` reads it, for a context."""
     patch: AbstractContextManager[None] = torch._inductor.config.patch({SLOT: slot})
     return patch
 
@@ -99,6 +105,18 @@ def stock_compiler(mode: str | None, options: dict[str, Any]) -> Any:
         RuntimeError: an unknown mode or option, or an option of the wrong type.
     """
     return torch._TorchCompileInductorWrapper(mode, options, None)
+
+
+@functools.cache
+def triton_version() -> str | None:
+    """The version of the installed triton, which is not imported for it; None without one."""
+    names = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def reset_cuda_graphs() -> None:
@@ -116,8 +134,3 @@ def traced_for_inference() -> bool:
     context = torch._guards.TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     return not getattr(metadata, "is_train", False)
-
-
-def emulates_eager_rounding() -> bool:
-    """Whether Inductor is set to round every intermediate as eager torch does."""
-    return bool(torch._inductor.config.emulate_precision_casts)

@@ -17,6 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion_pass.operand import (
+    Operand,
+    mask_kind,
+    mask_rows,
+    passes_32_bits,
+    plain,
+    static,
+    strides,
+)
 from fusion_pass.tiling import (
     LaunchConfig,
     Limits,
@@ -47,39 +56,28 @@ __all__ = [
 
 SCAN_ELEMENTS = 4096
 _FLOAT32_MIN = torch.finfo(torch.float32).min
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A tensor (or a stand-in) with its sizes and strides in elements, ints or sympy expressions.
-
-    A tensor with a storage offset is passed as a pointer to its first element.
-    """
-
-    tensor: Any
-    size: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Operand:
-        return cls(tensor, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-    @property
-    def steps(self) -> tuple[Any, ...]:
-        """Strides with 0 for each dimension of size 1, which thereby broadcasts."""
-        return tuple(0 if s == 1 else d for s, d in zip(self.size, self.stride, strict=True))
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: `kernel[grid](**arguments, num_warps=..., num_stages=...)`."""
+    """One kernel launch: `kernel[grid](**arguments, **options)`.
+
+    A `dependent` launch may begin before the one before it ends (`launch_pdl` of Triton).
+    """
 
     kernel: Any
     grid: tuple[Any, ...]
     arguments: dict[str, Any]
     num_warps: int
     num_stages: int
+    dependent: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Triton's launch options."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {**options, "launch_pdl": True} if self.dependent else options
 
 
 def kernels() -> ModuleType:
@@ -89,12 +87,12 @@ def kernels() -> ModuleType:
     return gated_decode
 
 
-def interpretable(dtype: torch.dtype) -> bool:
-    """Whether the kernels run on CPU tensors of this dtype, under Triton's interpreter.
+def interpretable(*dtypes: torch.dtype) -> bool:
+    """Whether the kernels, on CPU tensors, compute in these dtypes under Triton's interpreter.
 
-    They do not for bfloat16: the interpreter multiplies its bit patterns and truncates to it.
+    They do not in bfloat16: the interpreter multiplies its bit patterns and truncates to it.
     """
-    if dtype == torch.bfloat16:
+    if torch.bfloat16 in dtypes:
         return False
     if os.environ.get("TRITON_INTERPRET", "0") == "0" or find_spec("triton") is None:
         return False
@@ -103,22 +101,15 @@ def interpretable(dtype: torch.dtype) -> bool:
     return isinstance(kernels().gated_decode_split, InterpretedFunction)
 
 
-def mask_kind(mask: Operand | None) -> str:
-    """The kernels' name of a mask operand: "none", "bool" or "float"."""
-    if mask is None:
-        return "none"
-    return "bool" if mask.dtype == torch.bool else "float"
-
-
 def problem_of(query: Operand, key: Operand, value: Operand, mask: Operand | None) -> Problem:
     """Describe a call. Only the batch and the KV length may be symbolic (TypeError otherwise)."""
     batch, query_heads, query_tokens, head_dim = query.size
     return Problem(
-        batch=_static(batch),
+        batch=static(batch),
         query_heads=int(query_heads),
         kv_heads=int(key.size[1]),
         query_tokens=int(query_tokens),
-        kv_length=_static(key.size[2]),
+        kv_length=static(key.size[2]),
         head_dim=int(head_dim),
         value_dim=int(value.size[3]),
         dtype=query.dtype,
@@ -159,6 +150,8 @@ def launches(
     mask_fill: float,
     masked_row: str,
     numerics: str,
+    sinks: Operand | None = None,
+    sigmoid_dtype: torch.dtype | None = None,
     input_precision: str = "ieee",
 ) -> tuple[Launch, Launch]:
     """Build the split and the reduce launch of one gated_decode_attention call.
@@ -176,10 +169,10 @@ def launches(
         "value": value.tensor,
         "accumulator": accumulator,
         "statistics": statistics,
-        "kv_length": _plain(key.size[2]),
-        **_strides("q", "bhtd", query),
-        **_strides("k", "bhnd", key),
-        **_strides("v", "bhnd", value),
+        "kv_length": plain(key.size[2]),
+        **strides("q", "bhtd", query),
+        **strides("k", "bhnd", key),
+        **strides("v", "bhnd", value),
         "SCALE": float(scale),
         "GROUP": group,
         "QUERY_TOKENS": int(query_tokens),
@@ -187,22 +180,25 @@ def launches(
         "VALUE_DIM": value_dim,
         "BLOCK_D": config.block_d,
     }
-    mask_rows = config.block_m if mask and _tells_rows_apart(mask, group, query_tokens) else 1
+    masked_rows, scan_rows = mask_rows(mask, config.block_m, group, int(query_tokens))
     split = Launch(
         kernel=kernels().gated_decode_split,
-        grid=(_plain(batch) * kv_heads * row_blocks, config.num_splits, 1),
+        grid=(plain(batch) * kv_heads * row_blocks, config.num_splits, 1),
         arguments={
             **common,
             "mask": mask.tensor if mask else None,
-            **_strides("m", "bhtn", mask),
+            **strides("m", "bhtn", mask),
             "MASK": mask_kind(mask),
-            "MASK_ROWS": mask_rows,
-            "SCAN_TILES": max(1, SCAN_ELEMENTS // (config.block_n * mask_rows)),
+            "MASK_ROWS": masked_rows,
+            "SCAN_ROWS": scan_rows,
+            "SCAN_TILES": _scan_tiles(config, scan_rows, key.size[2]) if mask else 1,
             "INPUT_PRECISION": input_precision,
             "KV_HEADS": kv_heads,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_V": config.block_v,
+            "WIDE": passes_32_bits(key, config.block_n) or passes_32_bits(value, config.block_n),
+            "DEPENDENT": config.dependent_launch,
         },
         num_warps=config.split_warps,
         num_stages=config.split_stages,
@@ -211,27 +207,34 @@ def launches(
     reduce = Launch(
         kernel=kernels().gated_decode_reduce,
         grid=(
-            _plain(batch) * int(query_heads) * int(query_tokens),
+            plain(batch) * int(query_heads) * int(query_tokens),
             math.ceil(value_dim / config.reduce_block_v),
             1,
         ),
         arguments={
             **common,
             "gate": gate.tensor,
+            "sinks": sinks.tensor if sinks else None,
             "output": output,
             "num_splits": config.num_splits,
-            **_strides("g", "bthd", gate),
+            **strides("g", "bthd", gate),
+            **strides("s", "h", sinks),
             # -inf is no literal of generated Python, so an infinite fill is a mode instead.
             "MASK_FILL": max(float(mask_fill), _FLOAT32_MIN) if fill else 0.0,
-            "MASKED_ROW": "fill" if fill else masked_row,
+            # The sink takes all the weight of a row without a live key.
+            "MASKED_ROW": "fill" if fill else "zero" if sinks else masked_row,
+            "SINKS": sinks is not None,
             "NUMERICS": numerics,
+            "SIGMOID_DTYPE": _DTYPE_NAMES[sigmoid_dtype or gate.dtype],
             "QUERY_HEADS": int(query_heads),
             "BLOCK_SPLITS": next_power_of_2(config.num_splits),
             "BLOCK_N": config.reduce_block_n,
             "BLOCK_V": config.reduce_block_v,
+            "DEPENDENT": config.dependent_launch,
         },
         num_warps=config.reduce_warps,
         num_stages=1,
+        dependent=config.dependent_launch,
     )
     return split, reduce
 
@@ -247,19 +250,22 @@ def run(
     value: Tensor,
     gate: Tensor,
     mask: Tensor | None,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     mask_fill: float,
     masked_row: str,
     numerics: str,
+    sigmoid_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
     config: LaunchConfig | None = None,
 ) -> Tensor:
     """Run the kernels on validated operands; `config` replaces the choice of tiles and splits.
 
-    Returns (B, Q, Hq, Dv), contiguous, in the dtype of `query`.
+    Returns (B, Q, Hq, Dv), contiguous, in `dtype`, which defaults to that of `query`.
     """
     batch, heads, tokens, _ = query.shape
-    output = query.new_empty((batch, tokens, heads, value.shape[3]))
+    output = query.new_empty((batch, tokens, heads, value.shape[3]), dtype=dtype or query.dtype)
     if output.numel() == 0:
         return output
     q, k, v = Operand.of(query), Operand.of(key), Operand.of(value)
@@ -287,35 +293,18 @@ def run(
             mask_fill=mask_fill,
             masked_row=masked_row,
             numerics=numerics,
+            sinks=None if sinks is None else Operand.of(sinks),
+            sigmoid_dtype=sigmoid_dtype,
             input_precision=float32_precision(query.dtype, query.device),
         ):
-            launch.kernel[launch.grid](
-                **launch.arguments, num_warps=launch.num_warps, num_stages=launch.num_stages
-            )
+            launch.kernel[launch.grid](**launch.arguments, **launch.options)
     return output
 
 
-def _strides(operand_letter: str, dim_letters: str, operand: Operand | None) -> dict[str, Any]:
-    """Stride arguments by the kernels' names, such as stride_kn for the key's token stride."""
-    steps = operand.steps if operand else (0,) * len(dim_letters)
-    return {
-        f"stride_{operand_letter}{dim}": _plain(step)
-        for dim, step in zip(dim_letters, steps, strict=True)
-    }
-
-
-def _tells_rows_apart(mask: Operand, group: int, query_tokens: int) -> bool:
-    """Whether rows of one KV head may see different masks."""
-    _, head_step, token_step, _ = mask.steps
-    return bool((group > 1 and head_step != 0) or (query_tokens > 1 and token_step != 0))
-
-
-def _static(size: Any) -> int | None:
-    """The int that a size is, or None if it is symbolic."""
-    return int(size) if isinstance(size, int) or getattr(size, "is_Integer", False) else None
-
-
-def _plain(size: Any) -> Any:
-    """A size with static sympy integers turned into ints."""
-    static = _static(size)
-    return size if static is None else static
+def _scan_tiles(config: LaunchConfig, scan_rows: int, kv_length: Any) -> int:
+    """Tiles whose mask a program looks at together: all of its tiles, or as many as fit."""
+    fitting = max(1, SCAN_ELEMENTS // (config.block_n * scan_rows))
+    length = static(kv_length)
+    if length is None:
+        return fitting
+    return min(fitting, next_power_of_2(math.ceil(length / config.block_n / config.num_splits)))

@@ -15,7 +15,8 @@ from fusion_pass import launch
 from fusion_pass.launch import Launch, Operand
 
 if TYPE_CHECKING:
-    from torch._inductor.ir import TensorBox
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.ir import TensorBox, UserDefinedTritonKernel
 
 OPERATOR = torch.ops.fusion_pass.gated_decode_attention.default
 
@@ -34,16 +35,19 @@ def _lower(
     value: TensorBox,
     gate: TensorBox,
     mask: TensorBox | None,
+    sinks: TensorBox | None = None,
+    *,
+    dtype: torch.dtype | None = None,
     **modes: Any,
 ) -> Any:
     device = query.get_device_or_error()
     if device.type != "cuda":
-        return _call_operator(query, key, value, gate, mask, **modes)
+        return _call_operator(query, key, value, gate, mask, sinks, dtype=dtype, **modes)
     q, k, v = _operand(query), _operand(key), _operand(value)
     m = None if mask is None else _operand(mask)
     config = launch.choose(launch.problem_of(q, k, v, m), launch.device_limits(device))
     batch, heads, tokens, _ = q.size
-    output = _empty((batch, tokens, heads, v.size[3]), q.dtype, device)
+    output = _empty((batch, tokens, heads, v.size[3]), dtype or q.dtype, device)
     scratch = {
         name: _empty(size, torch.float32, device)
         for name, size in launch.scratch_sizes(config, q, v).items()
@@ -55,6 +59,7 @@ def _lower(
         value=v,
         gate=_operand(gate),
         mask=m,
+        sinks=None if sinks is None else _operand(sinks),
         output=output,
         accumulator=scratch["accumulator"],
         statistics=scratch["statistics"],
@@ -99,12 +104,39 @@ def _emit(step: Launch) -> None:
     from torch._inductor.ir import UserDefinedTritonKernel
 
     kernel = _configured(step.kernel, step.num_warps, step.num_stages)
-    UserDefinedTritonKernel(
+    node_class = _dependent_kernel() if step.dependent else UserDefinedTritonKernel
+    node_class(
         kernel_idx=kernel_side_table.add_kernel(kernel),
         grid=[step.grid],
         tma_descriptor_metadata={},
         kernel_args=step.arguments,
     )
+
+
+@functools.cache
+def _dependent_kernel() -> type[UserDefinedTritonKernel]:
+    """A kernel whose launch may begin before the one before it ends.
+
+    Inductor compiles with `launch_pdl` where a kernel's metadata asks for it, but offers no way to
+    ask in a user's kernel.
+    """
+    from torch._inductor.ir import UserDefinedTritonKernel
+
+    class DependentTritonKernel(UserDefinedTritonKernel):
+        def codegen(self, wrapper: PythonWrapperCodegen) -> None:
+            define = wrapper.define_kernel
+
+            def define_dependent(name: str, source: str, *rest: Any, **options: Any) -> None:
+                asked = source.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
+                define(name, asked, *rest, **options)
+
+            wrapper.define_kernel = define_dependent  # type: ignore[method-assign, assignment]
+            try:
+                super().codegen(wrapper)
+            finally:
+                del wrapper.define_kernel
+
+    return DependentTritonKernel
 
 
 @functools.cache

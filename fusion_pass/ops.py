@@ -12,8 +12,9 @@ from fusion_pass import launch, reference
 
 NAME = "fusion_pass::gated_decode_attention"
 SCHEMA = (
-    "(Tensor query, Tensor key, Tensor value, Tensor gate, Tensor? mask, *, "
-    "float scale, float mask_fill, str masked_row, str numerics) -> Tensor"
+    "(Tensor query, Tensor key, Tensor value, Tensor gate, Tensor? mask, Tensor? sinks=None, *, "
+    "float scale, float mask_fill, str masked_row, str numerics, "
+    "ScalarType? sigmoid_dtype=None, ScalarType? dtype=None) -> Tensor"
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MASKED_ROWS = ("zero", "nan")
@@ -30,11 +31,14 @@ def gated_decode_attention(
     value: Tensor,
     gate: Tensor,
     mask: Tensor | None,
+    sinks: Tensor | None = None,
     *,
     scale: float,
     mask_fill: float = -math.inf,
     masked_row: str = "zero",
     numerics: str = "compiled",
+    sigmoid_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Attention of a few query tokens to a KV cache, times the sigmoid of a gate.
 
@@ -47,18 +51,22 @@ def gated_decode_attention(
             sigmoid; bfloat16, float16 or float32; any strides.
         mask: None, boolean (True attends) or floating (added to the logits); 4-D and
             broadcastable to (B, Hq, Q, S); any strides.
+        sinks: (Hq,), bfloat16, float16 or float32, any stride: one more logit a head, neither
+            scaled nor masked, that takes weight and has no value. With it, a row without a live
+            key gives zero if the fill is -inf, whatever `masked_row` says.
         scale: the logits are scale * (q . k).
         mask_fill: what a boolean False adds to a logit: -inf or at most -65504. A masked key
             weighs exactly 0 in a row that has a live one. NaN and inf in a K or V row do not
             spread if no query row of its KV head attends to it.
         masked_row: "zero" or "nan", the output of a row without a live key if the fill is -inf.
             With a finite fill such a row attends to all S keys, computed in float32.
-        numerics: where the gate rounds, with o the attention output in float32 and G the gate's
-            dtype: "compiled" T(T(o) * sigmoid(g)), "eager" T(T(o) * G(sigmoid(g))),
-            "fp32" T(o * sigmoid(g)).
+        numerics: what is rounded before the product, with o the attention output in float32:
+            "compiled" T(o) * sigmoid(g), "eager" T(o) * G(sigmoid(g)), "fp32" o * sigmoid(g).
+        sigmoid_dtype: G of "eager", by default the gate's dtype.
+        dtype: of the output, by default T. The product, in float32, is rounded to it once.
 
     Returns:
-        (B, Q, Hq, Dv), contiguous, of dtype T.
+        (B, Q, Hq, Dv), contiguous, of `dtype`.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -72,10 +80,13 @@ def gated_decode_attention(
         value,
         gate,
         mask,
+        sinks,
         scale=scale,
         mask_fill=mask_fill,
         masked_row=masked_row,
         numerics=numerics,
+        sigmoid_dtype=sigmoid_dtype,
+        dtype=dtype,
     )
     return result
 
@@ -86,21 +97,39 @@ def validate(
     value: Tensor,
     gate: Tensor,
     mask: Tensor | None,
+    sinks: Tensor | None = None,
     *,
     mask_fill: float,
     masked_row: str,
     numerics: str,
+    sigmoid_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Raise TypeError or ValueError, naming the operand, unless the op is defined on these."""
     operands = {"query": query, "key": key, "value": value, "gate": gate}
     if mask is not None:
         operands["mask"] = mask
+    if sinks is not None:
+        operands["sinks"] = sinks
     for name, tensor in operands.items():
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions, not {tensor.dim()}")
+        dims = 1 if name == "sinks" else 4
+        if tensor.dim() != dims:
+            raise ValueError(f"{name} must have {dims} dimensions, not {tensor.dim()}")
         if tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device} and query on {query.device}")
-    _validate_dtypes(query, key, value, gate, mask)
+    floating = {"query": query, "gate": gate, "sinks": sinks}
+    _validate_dtypes(
+        {
+            **{name: tensor.dtype for name, tensor in floating.items() if tensor is not None},
+            "sigmoid_dtype": sigmoid_dtype or gate.dtype,
+            "dtype": dtype or query.dtype,
+        }
+    )
+    for name in ("key", "value"):
+        if operands[name].dtype != query.dtype:
+            raise TypeError(f"{name} is {operands[name].dtype} and query is {query.dtype}")
+    if mask is not None and mask.dtype not in (torch.bool, *DTYPES):
+        raise TypeError(f"mask must be boolean or floating, not {mask.dtype}")
 
     batch, query_heads, tokens, head_dim = query.shape
     kv_heads, kv_length = key.shape[1:3]
@@ -114,6 +143,8 @@ def validate(
     _expect_broadcastable("gate", gate, (batch, tokens, query_heads, value_dim))
     if mask is not None:
         _expect_broadcastable("mask", mask, (batch, query_heads, tokens, kv_length))
+    if sinks is not None:
+        _expect_shape("sinks", sinks, (query_heads,))
 
     if not mask_fill <= LARGEST_FINITE_FILL:
         raise ValueError(f"mask_fill must be at most {LARGEST_FINITE_FILL}, not {mask_fill}")
@@ -123,17 +154,10 @@ def validate(
         raise ValueError(f"numerics must be one of {NUMERICS}, not {numerics!r}")
 
 
-def _validate_dtypes(
-    query: Tensor, key: Tensor, value: Tensor, gate: Tensor, mask: Tensor | None
-) -> None:
-    for name, tensor in {"query": query, "gate": gate}.items():
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{name} must be bfloat16, float16 or float32, not {tensor.dtype}")
-    for name, tensor in {"key": key, "value": value}.items():
-        if tensor.dtype != query.dtype:
-            raise TypeError(f"{name} is {tensor.dtype} and query is {query.dtype}")
-    if mask is not None and mask.dtype not in (torch.bool, *DTYPES):
-        raise TypeError(f"mask must be boolean or floating, not {mask.dtype}")
+def _validate_dtypes(dtypes: dict[str, torch.dtype]) -> None:
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise TypeError(f"{name} must be bfloat16, float16 or float32, not {dtype}")
 
 
 def _expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -160,24 +184,16 @@ def _fake(
     value: Tensor,
     gate: Tensor,
     mask: Tensor | None,
+    sinks: Tensor | None = None,
     *,
     scale: float,
-    mask_fill: float,
-    masked_row: str,
-    numerics: str,
+    dtype: torch.dtype | None = None,
+    **modes: Any,
 ) -> Tensor:
-    validate(
-        query,
-        key,
-        value,
-        gate,
-        mask,
-        mask_fill=mask_fill,
-        masked_row=masked_row,
-        numerics=numerics,
-    )
+    validate(query, key, value, gate, mask, sinks, dtype=dtype, **modes)
     batch, query_heads, tokens, _ = query.shape
-    return query.new_empty((batch, tokens, query_heads, value.shape[3]))
+    size = (batch, tokens, query_heads, value.shape[3])
+    return query.new_empty(size, dtype=dtype or query.dtype)
 
 
 def _cuda(*operands: Any, scale: float, **modes: Any) -> Tensor:
@@ -187,7 +203,9 @@ def _cuda(*operands: Any, scale: float, **modes: Any) -> Tensor:
 
 def _cpu(*operands: Any, scale: float, **modes: Any) -> Tensor:
     validate(*operands, **modes)
-    if launch.interpretable(operands[0].dtype):
+    query, gate = operands[0], operands[3]
+    results = (modes.get("sigmoid_dtype") or gate.dtype, modes.get("dtype") or query.dtype)
+    if launch.interpretable(query.dtype, *results):
         return launch.run(*operands, scale=scale, **modes)
     return reference.gated_decode_attention(*operands, scale=scale, **modes)
 

@@ -104,6 +104,24 @@ def publish(report: GraphReport, before: str, after: str, config: Config) -> Non
         _dump(report, before, after, config.dump, number)
 
 
+def fused_so_far() -> int:
+    """How many attentions were counted as fused in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["fusion_pass"]["fused"])
+
+
+def retract(fused: int) -> None:
+    """Counts the last `fused` attentions as declined after all: their graph did not compile."""
+    from torch._dynamo.utils import counters
+
+    counts = counters["fusion_pass"]
+    counts.subtract({"fused": fused})
+    if not counts["fused"]:
+        del counts["fused"]
+    counts.update({"declined": fused, "declined: internal-fault": fused})
+
+
 def _count(report: GraphReport) -> None:
     from torch._dynamo.utils import counters
 

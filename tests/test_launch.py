@@ -51,16 +51,40 @@ def test_rows_of_a_kv_head_share_one_tile() -> None:
     assert choose(query_heads=128, head_dim=128, value_dim=128).block_m == 64
 
 
-def test_splits_fill_the_device_twice_and_no_more() -> None:
-    for batch, length in itertools.product((1, 8, 64, 512), (4096, 131072)):
-        config = choose(batch=batch, kv_length=length)
-        assert config.num_splits == 1 or batch * 2 * config.num_splits <= 2 * 132
-        if batch * 2 < 132:
-            assert batch * 2 * config.num_splits > 132 or config.num_splits == launch_cap(length)
+def test_splits_fill_the_device_twice() -> None:
+    for batch, length in itertools.product((1, 8, 32), (4096, 131072)):
+        programs = 2 * batch
+        assert choose(batch=batch, kv_length=length).num_splits == min(128, 264 // programs)
 
 
-def launch_cap(length: int) -> int:
-    return min(128, math.ceil(length / choose().block_n))
+def test_several_query_tokens_fill_the_device_once() -> None:
+    for mask, block_n in (("none", 64), ("bool", 32)):
+        config = choose(batch=1, kv_length=32768, query_tokens=4, mask=mask)
+        assert (config.block_m, config.block_n, config.num_splits) == (32, block_n, 66)
+
+
+def test_programs_that_fill_the_device_are_not_split() -> None:
+    for batch in (64, 65, 66, 100, 1000):
+        assert choose(batch=batch, kv_length=8192, mask="none").num_splits == 1
+    assert choose(batch=64, mask="none").block_n > choose(batch=32, mask="none").block_n
+    assert choose(batch=64).block_n == choose(batch=32).block_n
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64, 4096])
+@pytest.mark.parametrize("length", [1, 100, 4096, None])
+def test_reduce_programs_cover_the_row(batch: int, length: int | None) -> None:
+    config = choose(batch=batch, kv_length=length)
+    assert 16 <= config.reduce_block_v <= 256
+    assert config.reduce_block_v * config.num_splits <= 8192
+    assert config.reduce_warps in (1, 2, 4)
+    # One warp keeps at most this many elements in registers.
+    assert config.reduce_block_v * config.num_splits / config.reduce_warps <= 4096
+
+
+def test_dependent_launch_needs_a_hopper() -> None:
+    assert choose().dependent_launch
+    assert not choose(Limits("cuda", 89, 128, 99 * 1024)).dependent_launch
+    assert not choose(Limits("hip", "gfx942", 304, 65536)).dependent_launch
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 33, 512, 1000])
@@ -69,14 +93,15 @@ def test_no_more_splits_than_tiles(length: int) -> None:
     assert 1 <= config.num_splits <= math.ceil(length / config.block_n)
 
 
-def test_scratch_traffic_stays_below_that_of_keys_and_values() -> None:
+def test_heavy_scratch_leaves_one_program_an_sm() -> None:
     config = choose(query_heads=128, query_tokens=16, kv_length=1024)
-    scratch = 2 * 4 * config.num_splits * 128 * 16 * 256
-    assert config.num_splits == 1 or scratch <= 2 * 1024 * 2 * 256 * 2
+    # One program an SM, however large.
+    assert config.num_splits <= 132 // (2 * math.ceil(64 * 16 / config.block_m))
 
 
 def test_symbolic_sizes_are_taken_for_a_long_context_of_one_sequence() -> None:
     assert choose(batch=None, kv_length=None) == choose(batch=1, kv_length=1 << 20)
+    assert choose(kv_length=None).num_splits == 128
 
 
 def test_amd_is_not_pipelined() -> None:

@@ -44,6 +44,19 @@ def test_opcheck(dtype: torch.dtype, mask: str) -> None:
     torch.library.opcheck(OP, (*operands(dtype=dtype), MASKS[mask]()), MODES)
 
 
+def test_opcheck_with_sinks_and_dtypes() -> None:
+    modes = {"sinks": torch.randn(4), "sigmoid_dtype": torch.float16, "dtype": torch.bfloat16}
+    torch.library.opcheck(OP, (*operands(), MASKS["bool"]()), {**MODES, **modes})
+
+
+def test_output_dtype_is_as_asked() -> None:
+    tensors = operands(dtype=torch.bfloat16)
+    for dtype in ops.DTYPES:
+        for inputs in (tensors, [tensor.to("meta") for tensor in tensors]):
+            result = ops.gated_decode_attention(*inputs, None, scale=0.25, dtype=dtype)
+            assert result.dtype == dtype
+
+
 @pytest.mark.parametrize(("batch", "heads", "tokens"), [(1, 2, 1), (5, 8, 2), (0, 4, 1)])
 def test_fake_gives_the_real_layout(batch: int, heads: int, tokens: int) -> None:
     tensors = operands(batch, heads, tokens)
@@ -118,6 +131,31 @@ INVALID: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "nan fill": (lambda: (*operands(), None), {"mask_fill": math.nan}, ValueError, "mask_fill"),
     "row": (lambda: (*operands(), None), {"masked_row": "mean"}, ValueError, "masked_row"),
     "numerics": (lambda: (*operands(), None), {"numerics": "fast"}, ValueError, "numerics"),
+    "sinks": (lambda: (*operands(), None), {"sinks": torch.ones(3)}, ValueError, "sinks has"),
+    "sinks rank": (
+        lambda: (*operands(), None),
+        {"sinks": torch.ones(1, 4)},
+        ValueError,
+        "sinks must have 1",
+    ),
+    "sinks dtype": (
+        lambda: (*operands(), None),
+        {"sinks": torch.ones(4, dtype=torch.int32)},
+        TypeError,
+        "sinks must be",
+    ),
+    "sigmoid dtype": (
+        lambda: (*operands(), None),
+        {"sigmoid_dtype": torch.float64},
+        TypeError,
+        "sigmoid_dtype must be",
+    ),
+    "output dtype": (
+        lambda: (*operands(), None),
+        {"dtype": torch.float8_e4m3fn},
+        TypeError,
+        "^dtype must be",
+    ),
 }
 
 
@@ -128,6 +166,7 @@ def test_invalid_operands_are_named(case: str, fake: bool) -> None:
     arguments = build()
     if fake and case != "mask device":
         arguments = tuple(None if t is None else t.to("meta") for t in arguments)
+        modes = {k: m.to("meta") if isinstance(m, Tensor) else m for k, m in modes.items()}
     with pytest.raises(error, match=message):
         OP(*arguments, **{**MODES, **modes})
 

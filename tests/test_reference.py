@@ -80,18 +80,58 @@ def test_nan_spreads_from_live_keys_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_contracts_round_where_they_say(dtype: torch.dtype) -> None:
-    gate = torch.linspace(-12, 12, 4001).to(dtype).view(1, 1, 1, -1)
-    attended = torch.full(gate.shape, 1.2345678)
+    gate = torch.linspace(-12, 12, 4001).to(dtype).view(1, 1, -1, 1)
+    # One key, so that the attention output is the value: in float32 it is not of dtype T.
+    value = torch.full((1, 4001, 1, 1), 1.2345678)
+    query, key = value.to(dtype), torch.ones(1, 4001, 1, 1).to(dtype)
     sigmoid = gate.float().sigmoid()
-    results = {
-        name: reference.apply_gate(attended, gate, name, dtype)
-        for name in ("compiled", "eager", "fp32")
-    }
-    assert torch.equal(results["eager"], attended.to(dtype) * gate.sigmoid())
-    assert torch.equal(results["compiled"], (attended.to(dtype).float() * sigmoid).to(dtype))
-    assert torch.equal(results["fp32"], (attended * sigmoid).to(dtype))
-    assert not torch.equal(results["eager"], results["compiled"])
-    assert not torch.equal(results["fp32"], results["compiled"])
+    attended = value.transpose(1, 2)
+
+    def result(numerics: str, **dtypes: torch.dtype) -> Tensor:
+        modes = {**MODES, "numerics": numerics, **dtypes}
+        return reference.gated_decode_attention(query, key, value, gate, None, **modes)
+
+    rounded = attended.to(dtype)
+    assert torch.equal(result("eager"), rounded * sigmoid.to(dtype))
+    assert torch.equal(result("compiled"), (rounded.float() * sigmoid).to(dtype))
+    assert torch.equal(result("fp32"), (attended * sigmoid).to(dtype))
+    assert not torch.equal(result("eager"), result("compiled"))
+    assert not torch.equal(result("fp32"), result("compiled"))
+    wide = torch.float32
+    assert torch.equal(result("eager", sigmoid_dtype=wide), result("compiled"))
+    product = rounded.float() * sigmoid.to(dtype).float()
+    assert torch.equal(result("eager", dtype=wide), product)
+    assert torch.equal(result("compiled", sigmoid_dtype=dtype, dtype=wide), rounded * sigmoid)
+    assert torch.equal(result("fp32", dtype=wide), attended * sigmoid)
+
+
+@pytest.mark.parametrize("fill", [-INF, torch.finfo(torch.float32).min, -65536.0])
+def test_a_sink_is_a_key_of_its_own_whose_value_is_zero(fill: float) -> None:
+    query, key, value, gate = operands()
+    sinks = torch.tensor([-INF, -10, -1, 0, 3, 10]).double()
+    mask = torch.rand(2, 1, 3, 20, generator=torch.Generator().manual_seed(1)) < 0.7
+    mask[1, :, 1] = False
+    # The sink as an additional key: a dimension of the query that only this key looks at.
+    query = torch.cat([query, (sinks / 0.25).view(1, 6, 1, 1).expand(2, 6, 3, 1)], -1)
+    wider = F.pad(key, (0, 1, 0, 1))
+    wider[:, :, -1] = 0
+    wider[..., -1, -1] = 1
+    wider[..., :-1, -1] = 0
+    bias = torch.zeros(mask.shape).double().masked_fill(~mask, fill)
+    expected = F.scaled_dot_product_attention(
+        query.nan_to_num(neginf=-1e300),
+        wider,
+        F.pad(value, (0, 0, 0, 1)),
+        attn_mask=F.pad(bias, (0, 1)),
+        scale=0.25,
+        enable_gqa=True,
+    )
+    result = run(
+        [query[..., :-1], key, value, gate], mask, mask_fill=fill, masked_row="nan", sinks=sinks
+    )
+    if fill == -INF:
+        assert (result[1, 1] == 0).all()
+    torch.testing.assert_close(result, expected.transpose(1, 2) * gate.sigmoid())
 
 
 def test_result_is_contiguous_and_of_the_operands_dtype() -> None:

@@ -34,6 +34,63 @@ def load_mask(pointers, in_range, MASK: tl.constexpr):
 
 
 @triton.jit
+def wait_for_split(DEPENDENT: tl.constexpr):
+    """Wait until the grid launched before is complete and its writes are visible. Returns 0.
+
+    Nothing but the result orders a load after the wait, so the load's address must contain it.
+    """
+    zero = 0
+    if DEPENDENT:
+        # "Pure", so that Inductor can tell which tensors the kernel writes.
+        zero = tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return zero
+
+
+@triton.jit
+def prefetch(pointers, DEPENDENT: tl.constexpr):
+    """Fetch what the pointers point to, valid or not, into the L2 cache. Returns zeros."""
+    zeros = 0
+    if DEPENDENT:
+        zeros = tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [pointers],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return zeros
+
+
+@triton.jit
+def start_reduce(split, DEPENDENT: tl.constexpr):
+    """Let the next grid be launched once all programs have come here. Returns `split`."""
+    if DEPENDENT:
+        split = tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+            "=r,r",
+            [split],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return split
+
+
+@triton.jit
+def tile_offsets(stride_n, stride_d, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of a (ROWS, COLUMNS) tile, in 64 bits if WIDE."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    if WIDE:
+        rows = rows.to(tl.int64)
+        columns = columns.to(tl.int64)
+    return rows[:, None] * stride_n + columns[None, :] * stride_d
+
+
+@triton.jit
 def find_live_tiles(
     mask_rows,
     row_valid,
@@ -41,27 +98,123 @@ def find_live_tiles(
     kv_length,
     split,
     num_splits,
-    num_tiles,
     MASK: tl.constexpr,
     SCAN_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return the half-open range of this split's tiles outside which no row attends to a key."""
-    lanes = tl.arange(0, SCAN_TILES)
-    first = tl.full([SCAN_TILES], 0x7FFFFFFF, tl.int32)
+    """Return two half-open ranges of this split's tiles: the live ones and, in it, the full ones.
+
+    Tiles are counted in steps of num_splits, beginning with 0 for tile number `split`. Outside the
+    first range no row attends to a key; in the second the mask changes no logit of any row.
+    """
+    none: tl.constexpr = 0x7FFFFFFF
+    lanes = tl.arange(0, SCAN_TILES) * num_splits
+    first = tl.full([SCAN_TILES], none, tl.int32)
     end = tl.zeros([SCAN_TILES], tl.int32)
-    for base in range(0, num_tiles, SCAN_TILES):
+    full_first = tl.full([SCAN_TILES], none, tl.int32)
+    full_end = tl.zeros([SCAN_TILES], tl.int32)
+    num_full = tl.zeros([SCAN_TILES], tl.int32)
+    total_tiles = (kv_length + BLOCK_N - 1) // BLOCK_N
+    for base in range(0, total_tiles - split, SCAN_TILES * num_splits):
         tiles = base + lanes
-        starts = (split + tiles * num_splits) * BLOCK_N
-        keys = starts[:, None, None] + tl.arange(0, BLOCK_N)[None, None, :]
-        in_range = (keys < kv_length) & (tiles < num_tiles)[:, None, None]
-        in_range = in_range & row_valid[None, :, None]
+        keys = ((split + tiles) * BLOCK_N)[:, None, None] + tl.arange(0, BLOCK_N)[None, None, :]
         pointers = mask_rows[None, :, None] + keys.to(tl.int64) * stride_mn
-        live = load_mask(pointers, in_range, MASK) != float("-inf")  # [SCAN_TILES, rows, BLOCK_N]
-        tile_live = tl.max(tl.max(live.to(tl.int32), axis=2), axis=1) > 0
-        first = tl.minimum(first, tl.where(tile_live, tiles, 0x7FFFFFFF))
-        end = tl.maximum(end, tl.where(tile_live, tiles + 1, 0))
-    return tl.min(first, axis=0), tl.max(end, axis=0)
+        in_range = (keys < kv_length) & (split + tiles < total_tiles)[:, None, None]
+        bias = load_mask(pointers, in_range & row_valid[None, :, None], MASK)
+        live = (bias != float("-inf")).to(tl.int32)  # [SCAN_TILES, rows, BLOCK_N]
+        # Rows that are only padding do not make a tile partial.
+        full = ((bias == 0.0) | (in_range & (row_valid == 0)[None, :, None])).to(tl.int32)
+        tile_live = tl.max(tl.max(live, axis=2), axis=1) > 0
+        tile_full = tl.min(tl.min(full, axis=2), axis=1) > 0
+        first = tl.minimum(first, tl.where(tile_live, tiles, none))
+        end = tl.maximum(end, tl.where(tile_live, tiles + num_splits, 0))
+        full_first = tl.minimum(full_first, tl.where(tile_full, tiles, none))
+        full_end = tl.maximum(full_end, tl.where(tile_full, tiles + num_splits, 0))
+        num_full += tile_full.to(tl.int32)
+    live_end = tl.max(end, axis=0)
+    run_first = tl.min(full_first, axis=0)
+    run_end = tl.max(full_end, axis=0)
+    # Only an unbroken run of full tiles counts: prefixes, windows and causal masks leave one.
+    if run_end - run_first != tl.sum(num_full, axis=0) * num_splits:
+        run_first = live_end
+        run_end = live_end
+    return tl.min(first, axis=0), live_end, run_first, run_end
+
+
+@triton.jit
+def attend_tile(
+    q,
+    key,
+    value,
+    mask_rows,
+    mask_row_valid,
+    start,
+    kv_length,
+    stride_kn,
+    stride_kd,
+    stride_vn,
+    stride_vd,
+    stride_mn,
+    row_max,
+    row_sum,
+    output,
+    SCALE: tl.constexpr,
+    MASK: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """One step of the online softmax, over the BLOCK_N keys from `start`.
+
+    Returns the row maximum, the row sum and the unnormalised output, in float32.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_V)
+    tile_keys = tl.arange(0, BLOCK_N)
+    start_64 = start.to(tl.int64)
+    in_range = start + tile_keys < kv_length
+    k = tl.load(
+        key + start_64 * stride_kn + tile_offsets(stride_kn, stride_kd, BLOCK_N, BLOCK_D, WIDE),
+        mask=in_range[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    logits = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * SCALE
+    if MASK == "none":
+        logits = tl.where(in_range[None, :], logits, float("-inf"))
+        key_live = in_range
+    else:
+        bias = load_mask(
+            mask_rows[:, None] + (start_64 + tile_keys)[None, :] * stride_mn,
+            in_range[None, :] & mask_row_valid[:, None],
+            MASK,
+        )
+        # Selected, not added: a dead key's logit may be NaN.
+        logits = tl.where(bias == float("-inf"), float("-inf"), logits + bias)
+        key_live = tl.max((bias != float("-inf")).to(tl.int32), axis=0) > 0
+
+    # Natural logarithms: log2(e) times a finfo.min mask would overflow to -inf.
+    new_max = tl.maximum(row_max, tl.max(logits, axis=1))
+    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2((logits - finite_max[:, None]) * LOG2_E)
+    decay = tl.exp2((row_max - finite_max) * LOG2_E)
+    row_sum = row_sum * decay + tl.sum(weights, axis=1)
+    # Keys that no row attends to are not loaded, so that 0 * NaN cannot reach the sum.
+    v = tl.load(
+        value + start_64 * stride_vn + tile_offsets(stride_vn, stride_vd, BLOCK_N, BLOCK_V, WIDE),
+        mask=key_live[:, None] & (value_dims < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    rounded = weights.to(v.dtype)
+    output = tl.dot(rounded, v, output * decay[:, None], input_precision=INPUT_PRECISION)
+    if v.dtype != tl.float32:
+        # What the rounding dropped, so that the weights count with twice V's precision.
+        dropped = (weights - rounded.to(tl.float32)).to(v.dtype)
+        output = tl.dot(dropped, v, output, input_precision=INPUT_PRECISION)
+    return new_max, row_sum, output
 
 
 @triton.jit
@@ -92,6 +245,7 @@ def gated_decode_split(
     SCALE: tl.constexpr,
     MASK: tl.constexpr,
     MASK_ROWS: tl.constexpr,
+    SCAN_ROWS: tl.constexpr,
     SCAN_TILES: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -103,16 +257,18 @@ def gated_decode_split(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Attend from the query rows of one KV head to every `num_splits`-th tile of its keys.
 
     Grid: (batch * kv_heads * row blocks, num_splits). A row is a (head of the group, token).
-    Writes the row maximum and sum to `statistics` (rows, 2, num_splits), always, and the
-    unnormalised output to `accumulator` (rows, num_splits, VALUE_DIM) if any key was live.
+    Writes the row maximum and sum to `statistics` (rows, 2, num_splits) and the unnormalised output
+    to `accumulator` (rows, num_splits, VALUE_DIM).
     """
     ROWS: tl.constexpr = GROUP * QUERY_TOKENS
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
-    split = tl.program_id(1)
+    split = start_reduce(tl.program_id(1), DEPENDENT)
     num_splits = tl.num_programs(1)
     row_block = tl.program_id(0) % ROW_BLOCKS
     kv_head = (tl.program_id(0) // ROW_BLOCKS) % KV_HEADS
@@ -123,9 +279,6 @@ def gated_decode_split(
     heads = (kv_head * GROUP + rows // QUERY_TOKENS).to(tl.int64)
     tokens = (rows % QUERY_TOKENS).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_V)
-    tile_keys = tl.arange(0, BLOCK_N)
-
     query_rows = query + batch * stride_qb + heads * stride_qh + tokens * stride_qt
     q = tl.load(
         query_rows[:, None] + dims.to(tl.int64)[None, :] * stride_qd,
@@ -134,92 +287,114 @@ def gated_decode_split(
     )
     key += batch * stride_kb + kv_head.to(tl.int64) * stride_kh
     value += batch * stride_vb + kv_head.to(tl.int64) * stride_vh
-    # 64-bit offsets inside a tile too: with a large token stride one tile passes 2^31 elements.
-    key_offsets = tile_keys.to(tl.int64)[:, None] * stride_kn
-    key_offsets += dims.to(tl.int64)[None, :] * stride_kd
-    value_offsets = tile_keys.to(tl.int64)[:, None] * stride_vn
-    value_offsets += value_dims.to(tl.int64)[None, :] * stride_vd
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
-    total_tiles = (kv_length + BLOCK_N - 1) // BLOCK_N
-    num_tiles = (total_tiles - split + num_splits - 1) // num_splits
+    # Counted in tiles, from tile number `split` on.
     first = 0
-    end = num_tiles
+    end = (kv_length + BLOCK_N - 1) // BLOCK_N - split
+    run_first = first
+    run_end = end
     if MASK != "none":
-        # One mask row serves all rows of the program unless the mask tells them apart.
-        mask_row = row_block * BLOCK_M + tl.arange(0, MASK_ROWS)
-        mask_row_valid = mask_row < ROWS
-        mask_heads = (kv_head * GROUP + mask_row // QUERY_TOKENS).to(tl.int64)
-        mask_tokens = (mask_row % QUERY_TOKENS).to(tl.int64)
-        mask_rows = mask + batch * stride_mb + mask_heads * stride_mh + mask_tokens * stride_mt
-        first, end = find_live_tiles(
-            mask_rows,
-            mask_row_valid,
+        mask += batch * stride_mb + kv_head.to(tl.int64) * (GROUP * stride_mh)
+        # Heads that share a mask are scanned once.
+        scan_row = tl.arange(0, SCAN_ROWS)
+        scan_valid = scan_row < QUERY_TOKENS
+        scan_rows = mask + scan_row.to(tl.int64) * stride_mt
+        if SCAN_ROWS == BLOCK_M:
+            scan_valid = row_valid
+            scan_rows = mask + (rows // QUERY_TOKENS).to(tl.int64) * stride_mh + tokens * stride_mt
+        first, end, run_first, run_end = find_live_tiles(
+            scan_rows,
+            scan_valid,
             stride_mn,
             kv_length,
             split,
             num_splits,
-            num_tiles,
             MASK,
             SCAN_TILES,
             BLOCK_N,
         )
-
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     # From 0: Triton 3.9 does not pipeline a loop whose lower bound is a variable.
-    for tile in range(end - first):
-        start = (split + (first + tile) * num_splits) * BLOCK_N
-        start_64 = start.to(tl.int64)
-        in_range = start + tile_keys < kv_length
-        k = tl.load(
-            key + start_64 * stride_kn + key_offsets,
-            mask=in_range[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
+    for tile in range(0, run_end - run_first, num_splits):
+        row_max, row_sum, output = attend_tile(
+            q,
+            key,
+            value,
+            None,
+            None,
+            (split + run_first + tile) * BLOCK_N,
+            kv_length,
+            stride_kn,
+            stride_kd,
+            stride_vn,
+            stride_vd,
+            stride_mn,
+            row_max,
+            row_sum,
+            output,
+            SCALE,
+            "none",
+            INPUT_PRECISION,
+            HEAD_DIM,
+            VALUE_DIM,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_V,
+            WIDE,
         )
-        logits = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * SCALE
-        if MASK == "none":
-            logits = tl.where(in_range[None, :], logits, float("-inf"))
-            key_live = in_range
-        else:
-            bias = load_mask(
-                mask_rows[:, None] + (start_64 + tile_keys)[None, :] * stride_mn,
-                in_range[None, :] & mask_row_valid[:, None],
-                MASK,
-            )
-            # Selected, not added: a dead key's logit may be NaN.
-            logits = tl.where(bias == float("-inf"), float("-inf"), logits + bias)
-            key_live = tl.max((bias != float("-inf")).to(tl.int32), axis=0) > 0
+    if MASK != "none":
+        # One mask row serves all rows of the program unless the mask tells them apart.
+        mask_row = row_block * BLOCK_M + tl.arange(0, MASK_ROWS)
+        mask_rows = mask + (mask_row // QUERY_TOKENS).to(tl.int64) * stride_mh
+        mask_rows += (mask_row % QUERY_TOKENS).to(tl.int64) * stride_mt
+        run_length = run_end - run_first
+        # Most programs of a causal or padded decode have no partial tile.
+        if end - first > run_length:
+            for rest in range(0, end - first - run_length, num_splits):
+                tile = split + first + rest
+                tile += tl.where(first + rest >= run_first, run_length, 0)
+                row_max, row_sum, output = attend_tile(
+                    q,
+                    key,
+                    value,
+                    mask_rows,
+                    mask_row < ROWS,
+                    tile * BLOCK_N,
+                    kv_length,
+                    stride_kn,
+                    stride_kd,
+                    stride_vn,
+                    stride_vd,
+                    stride_mn,
+                    row_max,
+                    row_sum,
+                    output,
+                    SCALE,
+                    MASK,
+                    INPUT_PRECISION,
+                    HEAD_DIM,
+                    VALUE_DIM,
+                    BLOCK_N,
+                    BLOCK_D,
+                    BLOCK_V,
+                    WIDE,
+                )
 
-        # Natural logarithms: log2(e) times a finfo.min mask would overflow to -inf.
-        new_max = tl.maximum(row_max, tl.max(logits, axis=1))
-        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2((logits - finite_max[:, None]) * LOG2_E)
-        decay = tl.exp2((row_max - finite_max) * LOG2_E)
-        row_sum = row_sum * decay + tl.sum(weights, axis=1)
-        row_max = new_max
-        # Keys that no row attends to are not loaded, so that 0 * NaN cannot reach the sum.
-        v = tl.load(
-            value + start_64 * stride_vn + value_offsets,
-            mask=key_live[:, None] & (value_dims < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        output = tl.dot(
-            weights.to(v.dtype), v, output * decay[:, None], input_precision=INPUT_PRECISION
-        )
-
+    value_dims = tl.arange(0, BLOCK_V)
     scratch_rows = (batch * KV_HEADS + kv_head) * ROWS + rows
     row_statistics = statistics + scratch_rows * (2 * num_splits) + split
     tl.store(row_statistics, row_max, mask=row_valid)
     tl.store(row_statistics + num_splits, row_sum, mask=row_valid)
-    if first < end:
-        tl.store(
-            accumulator
-            + (scratch_rows * num_splits + split)[:, None] * VALUE_DIM
-            + value_dims[None, :],
-            output,
-            mask=row_valid[:, None] & (value_dims < VALUE_DIM)[None, :],
-        )
+    # Zeros too, of a split without a live key: the reduce need not wait to know which they are.
+    tl.store(
+        accumulator
+        + (scratch_rows * num_splits + split)[:, None] * VALUE_DIM
+        + value_dims[None, :],
+        output,
+        mask=row_valid[:, None] & (value_dims < VALUE_DIM)[None, :],
+    )
 
 
 @triton.jit
@@ -227,6 +402,7 @@ def attend_to_all(
     query,
     key,
     value,
+    sink,
     kv_length,
     stride_qd,
     stride_kn,
@@ -234,6 +410,7 @@ def attend_to_all(
     stride_vn,
     stride_vd,
     value_dims,
+    SINKS: tl.constexpr,
     SCALE: tl.constexpr,
     MASK_FILL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -247,6 +424,9 @@ def attend_to_all(
     q = tl.load(query + dims.to(tl.int64) * stride_qd, mask=dim_valid, other=0.0).to(tl.float32)
     row_max = float("-inf")
     row_sum = 0.0
+    if SINKS:
+        row_max = sink
+        row_sum = 1.0
     output = value_dims * 0.0
     for start in range(0, kv_length, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
@@ -275,18 +455,37 @@ def attend_to_all(
 
 
 @triton.jit
-def apply_gate(attention, gate, NUMERICS: tl.constexpr, DTYPE: tl.constexpr):
-    """Multiply by the gate's sigmoid, rounding to DTYPE where the numerics contract does."""
-    gate_32 = gate.to(tl.float32)
+def round_to(x, DTYPE: tl.constexpr):
+    """The float32 `x`, rounded to what DTYPE, a name, can represent."""
+    if DTYPE == "bf16":
+        x = x.to(tl.bfloat16).to(tl.float32)
+    elif DTYPE == "fp16":
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def apply_gate(
+    attention,
+    gate,
+    NUMERICS: tl.constexpr,
+    SIGMOID_DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Multiply by the gate's sigmoid, in float32, rounding before where the contract does.
+
+    DTYPE is the attention's own dtype.
+    """
+    gate = gate.to(tl.float32)
     if NUMERICS == "eager":
-        # torch's CUDA sigmoid: accurate exp, IEEE division, rounded to the gate's dtype.
-        sigmoid = tl.div_rn(1.0, 1.0 + accurate_exp(-gate_32)).to(gate.dtype).to(tl.float32)
+        # torch's CUDA sigmoid: accurate exp and IEEE division.
+        sigmoid = round_to(tl.div_rn(1.0, 1.0 + accurate_exp(-gate)), SIGMOID_DTYPE)
     else:
         # The very function Inductor emits, so that the bits are the same.
-        sigmoid = tl.sigmoid(gate_32)
+        sigmoid = tl.sigmoid(gate)
     if NUMERICS != "fp32":
         attention = attention.to(DTYPE).to(tl.float32)
-    return (attention * sigmoid).to(DTYPE)
+    return attention * sigmoid
 
 
 @triton.jit
@@ -295,6 +494,7 @@ def gated_decode_reduce(
     key,
     value,
     gate,
+    sinks,
     accumulator,
     statistics,
     output,
@@ -316,10 +516,13 @@ def gated_decode_reduce(
     stride_gt,
     stride_gh,
     stride_gd,
+    stride_sh,
     SCALE: tl.constexpr,
     MASK_FILL: tl.constexpr,
     MASKED_ROW: tl.constexpr,
+    SINKS: tl.constexpr,
     NUMERICS: tl.constexpr,
+    SIGMOID_DTYPE: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QUERY_TOKENS: tl.constexpr,
@@ -329,46 +532,66 @@ def gated_decode_reduce(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Merge the splits of one query row, gate the result and store it.
 
     Grid: (batch * query_heads * query_tokens, blocks of VALUE_DIM). MASKED_ROW says what a row
     without a live key gives: "zero", "nan", or "fill" (attend to all keys, shifted by MASK_FILL).
+    With SINKS a head has one more logit, which takes its share of the weight and has no value.
     """
+    token = (tl.program_id(0) % QUERY_TOKENS).to(tl.int64)
+    head = (tl.program_id(0) // QUERY_TOKENS % QUERY_HEADS).to(tl.int64)
+    batch = (tl.program_id(0) // (QUERY_TOKENS * QUERY_HEADS)).to(tl.int64)
     row = tl.program_id(0).to(tl.int64)
-    token = row % QUERY_TOKENS
-    head = (row // QUERY_TOKENS) % QUERY_HEADS
-    batch = row // (QUERY_TOKENS * QUERY_HEADS)
-    splits = tl.arange(0, BLOCK_SPLITS)
     value_dims = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     dim_valid = value_dims < VALUE_DIM
 
+    gate_offsets = batch * stride_gb + token * stride_gt + head * stride_gh
+    gate_offsets += value_dims.to(tl.int64) * stride_gd
+    gate_offsets += prefetch(gate + gate_offsets, DEPENDENT) * 16
+    # A multiple of 16, as Triton's alignment analysis sees, though always 0.
+    ordered = wait_for_split(DEPENDENT) * 16
+    statistics += ordered
+    accumulator += ordered
+    # These as well: what computes them may have been launched after the split kernel. Until then
+    # the gate may only be fetched into the L2 cache.
+    gate += ordered
+    if SINKS:
+        sinks += ordered
+    splits = tl.arange(0, BLOCK_SPLITS)
     split_valid = splits < num_splits
     row_statistics = statistics + row * (2 * num_splits) + splits
     split_max = tl.load(row_statistics, mask=split_valid, other=float("-inf"))
     split_sum = tl.load(row_statistics + num_splits, mask=split_valid, other=0.0)
-    # The sum tells, not the maximum: a split whose logits are all NaN has maximum -inf.
-    split_live = split_sum != 0.0
-    # Its own variable: written inline, this condition was miscompiled by Triton 3.5.1.
-    load_valid = split_live[:, None] & dim_valid[None, :]
+    load_valid = split_valid[:, None] & dim_valid[None, :]
     parts = tl.load(
         accumulator + (row * num_splits + splits)[:, None] * VALUE_DIM + value_dims[None, :],
         mask=load_valid,
         other=0.0,
     )  # [BLOCK_SPLITS, BLOCK_V]
+    gates = tl.load(gate + gate_offsets, mask=dim_valid, other=0.0)
     row_max = tl.max(split_max, axis=0)
+    sink = float("-inf")
+    if SINKS:
+        sink = tl.load(sinks + head * stride_sh).to(tl.float32)
+        row_max = tl.maximum(row_max, sink)
     finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     weights = tl.exp2((split_max - finite_max) * LOG2_E)
     row_sum = tl.sum(split_sum * weights, axis=0)
+    if SINKS:
+        row_sum += tl.exp2((sink - finite_max) * LOG2_E)
     attention = tl.sum(parts * weights[:, None], axis=0)
 
-    if row_sum == 0.0:
+    # The sums tell, not the maxima: a split whose logits are all NaN has maximum -inf.
+    if tl.max((split_sum != 0.0).to(tl.int32), axis=0) == 0:
         if MASKED_ROW == "fill":
             kv_head = head // GROUP
             attention = attend_to_all(
                 query + batch * stride_qb + head * stride_qh + token * stride_qt,
                 key + batch * stride_kb + kv_head * stride_kh,
                 value + batch * stride_vb + kv_head * stride_vh,
+                sink,
                 kv_length,
                 stride_qd,
                 stride_kn,
@@ -376,6 +599,7 @@ def gated_decode_reduce(
                 stride_vn,
                 stride_vd,
                 value_dims,
+                SINKS,
                 SCALE,
                 MASK_FILL,
                 HEAD_DIM,
@@ -388,9 +612,10 @@ def gated_decode_reduce(
     else:
         attention = tl.div_rn(attention, row_sum)
 
-    gate_offsets = batch * stride_gb + token * stride_gt + head * stride_gh
-    gate_offsets += value_dims.to(tl.int64) * stride_gd
-    gates = tl.load(gate + gate_offsets, mask=dim_valid, other=0.0)
-    gated = apply_gate(attention, gates, NUMERICS, output.dtype.element_ty)
+    gated = apply_gate(attention, gates, NUMERICS, SIGMOID_DTYPE, query.dtype.element_ty)
     output_row = (batch * QUERY_TOKENS + token) * QUERY_HEADS + head
-    tl.store(output + output_row * VALUE_DIM + value_dims, gated, mask=dim_valid)
+    tl.store(
+        output + output_row * VALUE_DIM + value_dims,
+        gated.to(output.dtype.element_ty),
+        mask=dim_valid,
+    )
