@@ -63,7 +63,7 @@ class Config:
         _check(
             "log",
             self.log,
-            self.log is None or self.log in LOG_LEVELS,
+            self.log is None or self.log in tuple(LOG_LEVELS),
             f"None or {_either(LOG_LEVELS)}",
         )
         _check("strict", self.strict, isinstance(self.strict, bool), "True or False")

@@ -9,11 +9,18 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, Node
 
+from fusion_pass import inductor
 from fusion_pass.config import Config
-from fusion_pass.launch import Unlaunchable, device_limits
-from fusion_pass.patterns import Decline, GatedAttention, Reason
+from fusion_pass.launch import Problem, Unlaunchable, choose, device_limits
+from fusion_pass.patterns import Decline, GatedAttention, Mask, Reason
 from fusion_pass.patterns.trace import source, tensor
 
+_STRIDE_READERS = (
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_scatter.default,
+    torch.ops.aten.as_strided_copy.default,
+    torch.ops.aten.view.dtype,
+)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_QUERY_TOKENS = 16
 MAX_GROUP = 64
@@ -118,12 +125,40 @@ def _device(match: GatedAttention, context: Context) -> Decline | None:
             f"it runs on {device.type}; the setting devices is {', '.join(context.config.devices)}",
         )
     if device.type == "cpu":
-        return None
+        return _ahead_of_time()
     try:
-        device_limits(device)
+        choose(_problem(match), device_limits(device))
     except Unlaunchable as unsupported:
         return Decline(Reason.DEVICE, str(unsupported))
     return None
+
+
+def _ahead_of_time() -> Decline | None:
+    if not inductor.compiles_ahead_of_time():
+        return None
+    return Decline(
+        Reason.DEVICE, "a package for the CPU cannot hold the operator, which is Python there"
+    )
+
+
+def _problem(match: GatedAttention) -> Problem:
+    """What the choice of tiles rests on; a size that is not known is None."""
+    sizes = match.attention.sizes
+    batch, kv_length = (
+        size if isinstance(size, int) else None for size in (sizes.batch, sizes.kv_length)
+    )
+    masks = {tensor(node).dtype is torch.bool for node in match.mask.inputs} if match.mask else {}
+    return Problem(
+        batch=batch,
+        query_heads=int(sizes.query_heads),
+        kv_heads=match.key_value.heads,
+        query_tokens=int(sizes.query_tokens),
+        kv_length=kv_length,
+        head_dim=int(sizes.head_dim),
+        value_dim=int(sizes.value_dim),
+        dtype=tensor(match.attention.query.node).dtype,
+        mask="none" if not masks else "bool" if True in masks else "float",
+    )
 
 
 def _dtype(match: GatedAttention, context: Context) -> Decline | None:
@@ -138,6 +173,15 @@ def _dtype(match: GatedAttention, context: Context) -> Decline | None:
         Reason.DTYPE,
         f"query, key and value are {names}; one of bfloat16, float16, float32 is needed",
     )
+
+
+def _mask_dtype(match: GatedAttention, context: Context) -> Decline | None:
+    if not isinstance(match.mask, Mask):
+        return None
+    dtype = tensor(match.mask.operand.node).dtype
+    if dtype in (torch.bool, *DTYPES):
+        return None
+    return Decline(Reason.MASK_DTYPE, f"the mask is {dtype}; boolean, or one of {DTYPES}, is read")
 
 
 def _query_tokens(match: GatedAttention, context: Context) -> Decline | None:
@@ -183,6 +227,24 @@ def _numerics(match: GatedAttention, context: Context) -> Decline | None:
     )
 
 
+def _strides(match: GatedAttention, context: Context) -> Decline | None:
+    """The result is contiguous, whatever the product's strides were."""
+    pending, seen = [match.gate.product.node], set[Node]()
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if user.target in _STRIDE_READERS:
+                return Decline(Reason.STRIDES_USED, f"{user.name} reads the product by its strides")
+            if user not in seen and _is_view(user):
+                seen.add(user)
+                pending.append(user)
+    return None
+
+
+def _is_view(node: Node) -> bool:
+    return node.op == "call_function" and (source(node) is not None or _viewed(node) is not None)
+
+
 def _mutation(match: GatedAttention, context: Context) -> Decline | None:
     for operand in operands(match):
         if context.mutated_before(operand, match.gate.product.node):
@@ -194,11 +256,13 @@ def _mutation(match: GatedAttention, context: Context) -> Decline | None:
 
 _GUARDS: tuple[Callable[[GatedAttention, Context], Decline | None], ...] = (
     _mixed_devices,
-    _device,
     _dtype,
+    _mask_dtype,
     _query_tokens,
     _head_dim,
     _group,
+    _device,
     _numerics,
+    _strides,
     _mutation,
 )

@@ -71,7 +71,7 @@ class GatedAttentionPass(InferenceGraphPass):
 
     def _visit(self, graph: Graph, node: Node, context: eligibility.Context) -> Site | None:
         """Fuse the attention at `node`, if it is one and can be; a fault leaves the graph alone."""
-        site = _describe(Recognition(node, None, Decline(Reason.INTERNAL, "recognition failed")))
+        site = _unknown(node)
         try:
             found = patterns.recognise(node)
             if found is None:
@@ -103,6 +103,12 @@ class GatedAttentionPass(InferenceGraphPass):
         lowering.register()
         rewrite.fuse(graph, plan, context.numerics)
         return None
+
+
+def _unknown(node: Node) -> Site:
+    """An attention of which nothing is known but its node."""
+    target = str(node.target)
+    return Site(node.name, target, False, None, "", "", "", "", None, None, _source(node))
 
 
 def _describe(found: Recognition) -> Site:

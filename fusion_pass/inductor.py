@@ -134,3 +134,11 @@ def traced_for_inference() -> bool:
     context = torch._guards.TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     return not getattr(metadata, "is_train", False)
+
+
+def compiles_ahead_of_time() -> bool:
+    """Whether the compilation under way makes an AOTInductor package."""
+    from torch._inductor.virtualized import V
+
+    # Unset, it is a placeholder that is true.
+    return V.aot_compilation is True

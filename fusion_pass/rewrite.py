@@ -23,7 +23,7 @@ from fusion_pass.patterns import (
     Reason,
     convert,
 )
-from fusion_pass.patterns.layout import Size, same
+from fusion_pass.patterns.layout import Factor, Size, differ, same
 from fusion_pass.patterns.trace import shape, tensor
 
 aten = torch.ops.aten
@@ -62,7 +62,7 @@ def plan(match: GatedAttention) -> Plan | Decline:
         )
     mask = None
     if isinstance(match.mask, Mask):
-        mask = _into(match.mask.operand, _MASK_AXES)
+        mask = _into(match.mask.operand, _MASK_AXES, attention.sizes.layout(*_MASK_AXES))
         if mask is None:
             return Decline(
                 Reason.MASK_LAYOUT, "the mask cannot be read as (batch, heads, query tokens, keys)"
@@ -72,7 +72,7 @@ def plan(match: GatedAttention) -> Plan | Decline:
         sinks = _into(attention.sinks, ("head",))
         if sinks is None:
             return Decline(Reason.SINKS, "the sinks cannot be read as (heads)")
-    gate = _into(match.gate.sigmoid.argument, _RESULT_AXES)
+    gate = _into(match.gate.sigmoid.argument, _RESULT_AXES, attention.result.layout)
     if gate is None:
         return Decline(
             Reason.GATE_LAYOUT, "the gate cannot be read as (batch, query tokens, heads, dim)"
@@ -91,10 +91,30 @@ _MASK_AXES = ("batch", "head", "query", "key")
 _RESULT_AXES = ("batch", "query", "head", "dim")
 
 
-def _into(operand: Operand, axes: tuple[str, ...]) -> Conversion | None:
-    """Read `operand` with one dimension an axis, of size one where it does not have the axis."""
+def _into(
+    operand: Operand, axes: tuple[str, ...], whole: Layout | None = None
+) -> Conversion | None:
+    """Read `operand` with one dimension an axis, of size one where it does not have the axis.
+
+    None if it has a part of an axis; `whole` says what all of each is, if that matters.
+    """
     dims = tuple(operand.layout.of_axis(axis) for axis in axes)
+    if whole is not None and not all(
+        _is_whole(dim, whole.of_axis(axis)) for axis, dim in zip(axes, dims, strict=True)
+    ):
+        return None
     return convert(operand.layout, Layout(dims))
+
+
+def _is_whole(found: tuple[Factor, ...], whole: tuple[Factor, ...]) -> bool:
+    """Whether an axis is there entirely or not at all; two symbols may be one size."""
+    if not found or found == whole:
+        return True
+    return (
+        len(found) == len(whole) == 1
+        and found[0].stride == whole[0].stride
+        and not differ(found[0].size, whole[0].size)
+    )
 
 
 def _result_layout(attention: Attention) -> Layout:

@@ -17,7 +17,7 @@ from .layout import Dim, Layout, Size
 from .logits import MATMULS, Logits, scaling, trace_logits
 from .reason import Decline, Reason
 from .softmax import Softmax, softmax_behind
-from .trace import CAST, Operand, backward, forward, furthest, shape, source, tensor, widened
+from .trace import Operand, backward, forward, furthest, recast, shape, source, tensor, widened
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -89,7 +89,7 @@ def _sinks(softmax: Softmax) -> Operand | Decline | None:
         return None
     start = Operand(softmax.sink, Layout((*weights.dims[:-1], ())))
     heads = weights.of_axis("head")
-    found = furthest(start, lambda layout: layout.of_axis("head") == heads)
+    found = furthest(start, lambda origin: origin.layout.of_axis("head") == heads)
     if all(factor.axis == "head" for factor in found.layout.factors):
         return found
     return Decline(Reason.SINKS, f"the sinks {found.node.name} are not one for each head")
@@ -128,8 +128,9 @@ def _follow(start: Operand, end: Node) -> Operand | None:
     """`end` as a rearrangement of `start`, casts included."""
     path = [end]
     while path[-1] is not start.node:
-        origin = source(path[-1])
-        path.append(cast(Node, path[-1].args[0]) if origin is None else origin)
+        origin = source(path[-1]) or recast(path[-1])
+        assert origin is not None, "the softmax was found along this very path"
+        path.append(origin)
     layout: Layout | None = start.layout
     for node in reversed(path[:-1]):
         if source(node) is not None and layout is not None:
@@ -183,7 +184,7 @@ def _rounded_result(result: Operand, dtype: torch.dtype) -> Operand | None:
         if len(users) != 1:
             return None
         user = users[0]
-        if user.target is CAST:
+        if recast(user) is not None:
             return Operand(user, current.layout) if tensor(user).dtype is dtype else None
         layout = forward(user, current.layout)
         if layout is None:

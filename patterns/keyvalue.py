@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from .attention import Attention
 from .layout import Layout, Size
 from .reason import Decline, Reason
-from .trace import Operand, origins, shape
+from .trace import Operand, origins, readable, shape
+
+_AXES = ("batch", "head", "key", "dim")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ def _by_heads(attention: Attention, operand: Operand) -> dict[int, Operand]:
     found: dict[int, Operand] = {}
     for origin in origins(operand):
         count = _head_count(origin.layout, attention.sizes.query_heads)
-        if count is not None and _is_whole(origin.layout, start):
+        whole = _is_whole(origin.layout, start) and readable(origin, *_AXES)
+        if count is not None and whole:
             found[count] = origin
     return found
 

@@ -13,7 +13,18 @@ from .attention import Mask
 from .layout import Layout, same_shape
 from .mask import LARGEST_FILL
 from .reason import Decline, Reason
-from .trace import CAST, Operand, aten, backward, constant, has_tensor, shape, source
+from .trace import (
+    FLOATING,
+    Operand,
+    aten,
+    backward,
+    constant,
+    has_tensor,
+    recast,
+    shape,
+    source,
+    tensor,
+)
 
 MATMULS = (aten.bmm.default, aten.mm.default)
 _SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
@@ -54,8 +65,8 @@ def _before(current: Operand) -> tuple[Operand, float, Mask | None] | None:
         return origin, 1.0, None
     if node.op != "call_function" or not node.args or not has_tensor(node):
         return None
-    if node.target is CAST:
-        return Operand(cast(Node, node.args[0]), layout), 1.0, None
+    if (origin := recast(node)) is not None:
+        return Operand(origin, layout), 1.0, None
     if (scaled := scaling(node)) is not None:
         return Operand(cast(Node, node.args[0]), layout), scaled, None
     if node.target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:
@@ -84,6 +95,9 @@ def _added_mask(node: Node, layout: Layout) -> tuple[Operand, float, Mask | None
     logits, mask = cast(Node, first), cast(Node, second)
     if not _comes_from_matmul(logits):
         logits, mask = mask, logits
+    # A boolean or an integer is added as a number.
+    if tensor(mask).dtype not in FLOATING:
+        return None
     return _with_mask(node, layout, logits, mask)
 
 
@@ -99,7 +113,7 @@ def _with_mask(
 def _selected_mask(node: Node, layout: Layout) -> tuple[Operand, float, Mask | None] | None:
     """`where(keep, logits, fill)` or `where(drop, fill, logits)`."""
     condition, first, second = node.args
-    if not has_tensor(condition):
+    if not has_tensor(condition) or tensor(cast(Node, condition)).dtype is not torch.bool:
         return None
     inverted = constant(first) is not None
     logits, fill = (second, constant(first)) if inverted else (first, constant(second))
@@ -114,10 +128,9 @@ def _selected_mask(node: Node, layout: Layout) -> tuple[Operand, float, Mask | N
 
 def _comes_from_matmul(node: Node) -> bool:
     """Whether the first arguments lead from `node` to a matmul before anything else."""
-    passing = (*_SCALINGS, CAST)
     while node.target not in MATMULS:
-        origin = source(node)
-        if origin is None and node.target in passing:
+        origin = source(node) or recast(node)
+        if origin is None and node.target in _SCALINGS:
             origin = cast(Node, node.args[0])
         if origin is None:
             return False

@@ -11,7 +11,18 @@ from torch.fx import Node
 
 from .attention import Attention, Mask
 from .mask_program import ComputedMask
-from .trace import CAST, Operand, aten, constant, furthest, has_tensor, rounded, shape, tensor
+from .trace import (
+    Operand,
+    aten,
+    constant,
+    furthest,
+    has_tensor,
+    readable,
+    recast,
+    rounded,
+    shape,
+    tensor,
+)
 
 # A dead key's weight, exp(fill + logit - largest live logit), is exactly 0 in fp32 for every fill
 # at or under this one, finfo(float16).min, as long as logits stay within +-32,000.
@@ -38,7 +49,10 @@ def _furthest(operand: Operand) -> Operand:
     whole = {axis: start.of_axis(axis) for axis in _AXES}
     return furthest(
         operand,
-        lambda layout: all(layout.of_axis(axis) in (whole[axis], ()) for axis in _AXES),
+        lambda origin: (
+            all(origin.layout.of_axis(axis) in (whole[axis], ()) for axis in _AXES)
+            and readable(origin, *_AXES)
+        ),
     )
 
 
@@ -46,9 +60,9 @@ def _through_where(operand: Operand) -> Mask | None:
     """The boolean behind `where(boolean, 0, fill)` or its reverse, casts of the result included."""
     current = operand
     casts: list[torch.dtype] = []
-    while current.node.target is CAST:
+    while (origin := recast(current.node)) is not None:
         casts.append(tensor(current.node).dtype)
-        current = _furthest(Operand(cast(Node, current.node.args[0]), current.layout))
+        current = _furthest(Operand(origin, current.layout))
     if current.node.target is not aten.where.self or not has_tensor(current.node.args[0]):
         return None
     condition, kept, dropped = current.node.args
@@ -61,12 +75,18 @@ def _through_where(operand: Operand) -> Mask | None:
     if not fill <= LARGEST_FILL:
         return None
     boolean = cast(Node, condition)
+    if tensor(boolean).dtype is not torch.bool:
+        return None
     layout = current.layout.shrink(shape(boolean), shape(current.node))
     return None if layout is None else Mask(_furthest(Operand(boolean, layout)), fill, inverted)
 
 
 def _through_negations(mask: Mask) -> Mask:
-    while mask.is_boolean and mask.operand.node.target in _NEGATIONS:
-        negated = Operand(cast(Node, mask.operand.node.args[0]), mask.operand.layout)
-        mask = replace(mask, operand=_furthest(negated), inverted=not mask.inverted)
+    """The boolean behind any negations; of a number, which may be negated too, the last boolean."""
+    while mask.operand.node.target in _NEGATIONS:
+        origin = cast(Node, mask.operand.node.args[0])
+        if tensor(origin).dtype is not torch.bool:
+            break
+        negated = _furthest(Operand(origin, mask.operand.layout))
+        mask = replace(mask, operand=negated, inverted=not mask.inverted)
     return mask

@@ -11,8 +11,9 @@ from torch.fx import Node
 from .attention import Attention, Mask, Sizes
 from .layout import Layout, Size, differ
 from .reason import Decline, Reason
-from .trace import Operand, has_tensor, shape
+from .trace import FLOATING, Operand, has_tensor, shape, tensor
 
+MASK_DTYPES = (torch.bool, *FLOATING)
 LOWEST_BIAS = torch.finfo(torch.float32).min
 
 
@@ -131,6 +132,11 @@ def _mask(sizes: Sizes, node: Any) -> Mask | Decline | None:
         return Decline(
             Reason.MASK_LAYOUT,
             f"the mask {node} does not broadcast to (batch, heads, query tokens, keys)",
+        )
+    if tensor(node).dtype not in MASK_DTYPES:
+        return Decline(
+            Reason.MASK_DTYPE,
+            f"the mask {node} is {tensor(node).dtype}; boolean or floating is read",
         )
     named = zip(axes[offset:], own, strict=True)
     return Mask(Operand(node, Layout.of((axis, size, 1) for axis, size in named)))

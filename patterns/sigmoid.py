@@ -8,7 +8,21 @@ from typing import cast
 import torch
 from torch.fx import Node
 
-from .trace import CAST, Operand, aten, backward, constant, has_tensor, tensor, widened
+from .layout import same_shape
+from .trace import (
+    Operand,
+    aten,
+    backward,
+    constant,
+    has_tensor,
+    readable,
+    recast,
+    shape,
+    tensor,
+    widened,
+)
+
+_AXES = ("batch", "query", "head", "dim")
 
 
 @dataclass(frozen=True)
@@ -32,13 +46,17 @@ def sigmoid_behind(value: Operand) -> Sigmoid | None:
     whole = {axis: value.layout.of_axis(axis) for axis in axes}
 
     def keeps_axes(operand: Operand) -> bool:
-        return all(operand.layout.of_axis(axis) in (whole[axis], ()) for axis in axes)
+        kept = all(operand.layout.of_axis(axis) in (whole[axis], ()) for axis in axes)
+        return kept and (operand is value or readable(operand, *_AXES))
 
     dtypes: list[torch.dtype] = []
     current: Operand | None = value
-    while current is not None and keeps_axes(current):
+    while current is not None and all(
+        current.layout.of_axis(axis) in (whole[axis], ()) for axis in axes
+    ):
         dtypes.append(tensor(current.node).dtype)
-        if (argument := _argument(current.node)) is not None:
+        argument = _argument(current.node)
+        if argument is not None and same_shape(shape(argument), shape(current.node)):
             spelled_out = current.node.target is not aten.sigmoid.default
             start = Operand(argument, current.layout)
             return Sigmoid(_earliest(start, keeps_axes), _narrowest(dtypes), spelled_out)
@@ -47,8 +65,8 @@ def sigmoid_behind(value: Operand) -> Sigmoid | None:
 
 
 def _before(current: Operand) -> Operand | None:
-    if current.node.target is CAST:
-        return Operand(cast(Node, current.node.args[0]), current.layout)
+    if (origin := recast(current.node)) is not None:
+        return Operand(origin, current.layout)
     return backward(current.node, current.layout)
 
 

@@ -11,7 +11,7 @@ from typing import TypeGuard, cast
 from torch.fx import Node
 
 from .layout import Size, same
-from .trace import CAST, arguments, aten, constant, has_tensor, shape, source
+from .trace import arguments, aten, constant, has_tensor, recast, shape, source
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,7 @@ def softmax_behind(node: Node) -> Softmax | None:
     while has_tensor(node):
         if (softmax := _softmax(node) or _sunk_softmax(node)) is not None:
             return softmax
-        origin = source(node)
-        if origin is None and node.target is CAST:
-            origin = cast(Node, node.args[0])
+        origin = source(node) or recast(node)
         if origin is None:
             return None
         node = origin
@@ -61,15 +59,35 @@ def _exponentials(node: Node) -> Node | None:
     exp, total = node.args
     if not (_calls(exp, aten.exp.default) and _calls(total, aten.sum.dim_IntList)):
         return None
-    if total.args[0] is not exp or not _keeps_last(total, shape(node)):
+    if total.args[0] is not exp or total.kwargs or not _keeps_last(total, shape(node)):
         return None
     shifted = exp.args[0]
+    if _calls(shifted, aten.where.self):
+        # Inductor's softmax(c * x) picks between two spellings; the second is the plain one.
+        shifted = _unscaled_or_plain(shifted)
     if not _calls(shifted, aten.sub.Tensor) or shifted.kwargs:
         return None
     argument, highest = shifted.args
     if not _calls(highest, aten.amax.default) or highest.args[0] is not argument:
         return None
     return cast(Node, argument) if _keeps_last(highest, shape(node)) else None
+
+
+def _unscaled_or_plain(node: Node) -> Node | None:
+    """`y - amax(y)` of `where(_, (x - amax(x)) * c, y - amax(y))` with `y = x * c`."""
+    _, first, plain = node.args
+    if not _calls(first, aten.mul.Tensor) or not _calls(plain, aten.sub.Tensor):
+        return None
+    scaled, (shifted, factor) = plain.args[0], first.args
+    if not _calls(scaled, aten.mul.Tensor) or not _calls(shifted, aten.sub.Tensor):
+        return None
+    argument, highest = shifted.args
+    same_factor = isinstance(factor, (int, float)) and factor > 0
+    if tuple(scaled.args) != (argument, factor) or not same_factor or shifted.kwargs:
+        return None
+    if not _calls(highest, aten.amax.default) or highest.args[0] is not argument:
+        return None
+    return plain if _keeps_last(highest, shape(node)) else None
 
 
 def _sunk_softmax(node: Node) -> Softmax | None:
@@ -94,8 +112,8 @@ def _sunk_softmax(node: Node) -> Softmax | None:
 def _unshifted(node: Node) -> Node:
     """`x` of `x - max(x)` along the last dimension, which no softmax tells from `x`; casts too."""
     while True:
-        if node.target is CAST:
-            node = cast(Node, node.args[0])
+        if (origin := recast(node)) is not None:
+            node = origin
             continue
         if not _calls(node, aten.sub.Tensor) or node.kwargs:
             return node

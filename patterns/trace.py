@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from .layout import Layout, Size, same_shape
+from .layout import Layout, Size, convert, same, same_shape
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # All of these keep the row-major order of the elements: only the shape of their result counts.
 _RESHAPES = {
@@ -116,9 +117,9 @@ def origins(operand: Operand) -> Iterator[Operand]:
         current = backward(current.node, current.layout)
 
 
-def furthest(operand: Operand, accept: Callable[[Layout], bool]) -> Operand:
-    """The earliest value behind `operand` whose layout is accepted; `operand` itself always is."""
-    return [origin for origin in origins(operand) if origin is operand or accept(origin.layout)][-1]
+def furthest(operand: Operand, accept: Callable[[Operand], bool]) -> Operand:
+    """The earliest value behind `operand` that is accepted; `operand` itself always is."""
+    return [origin for origin in origins(operand) if origin is operand or accept(origin)][-1]
 
 
 def _order(node: Node) -> tuple[int, ...] | None:
@@ -165,6 +166,15 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
 
 
+def recast(node: Node) -> Node | None:
+    """What `node` casts from one floating dtype to another; a cast to anything else is no cast."""
+    if node.target is not CAST or not has_tensor(node.args[0]):
+        return None
+    origin = cast(Node, node.args[0])
+    known = tensor(origin).dtype in FLOATING and tensor(node).dtype in FLOATING
+    return origin if known else None
+
+
 def widened(node: Node) -> Node | None:
     """What `node` is an exact cast of, to a floating dtype that holds all of its values."""
     if node.target is not CAST:
@@ -173,3 +183,21 @@ def widened(node: Node) -> Node | None:
     before, after = tensor(origin).dtype, tensor(node).dtype
     exact = before in (torch.float16, torch.bfloat16) and after in (torch.float32, torch.float64)
     return origin if exact else None
+
+
+def readable(operand: Operand, *axes: str) -> bool:
+    """Whether a value can be arranged in the named axes by sizes that it has itself.
+
+    A size that is not known can be taken from a dimension of the value, or be what is left over;
+    of a merged dimension with two of them neither can be told.
+    """
+    target = Layout(tuple(operand.layout.of_axis(axis) for axis in axes))
+    conversion = convert(operand.layout, target)
+    if conversion is None:
+        return False
+    own = shape(operand.node)
+    for sizes in (conversion.split or (), conversion.shape or ()):
+        unknown = [size for size in sizes if not isinstance(size, int)]
+        if len(unknown) > 1 and not all(any(same(size, n) for n in own) for size in unknown):
+            return False
+    return True

@@ -84,10 +84,7 @@ PLACES = (
     "eligibility",
     "planning",
     "rewriting",
-    pytest.param(
-        "describing",
-        marks=pytest.mark.xfail(strict=True, reason="describing a node is outside the guard"),
-    ),
+    "describing",
 )
 
 
@@ -246,7 +243,6 @@ def test_a_gpu_that_the_kernels_are_not_made_for(monkeypatch: pytest.MonkeyPatch
     assert declined_on(limits, monkeypatch) == "device"
 
 
-@pytest.mark.xfail(strict=True, reason="tiles are chosen in the lowering, which then raises")
 def test_a_gpu_with_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits("cuda", 90, 132, 16 * 1024)
     assert declined_on(lambda device: limits, monkeypatch) == "device"

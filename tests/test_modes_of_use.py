@@ -315,7 +315,6 @@ def test_cpp_wrapper() -> None:
     assert told() == {"fused": 1}
 
 
-@pytest.mark.xfail(strict=True, reason="not declined: the package cannot be loaded")
 @torch.no_grad()
 def test_aot_inductor_package(tmp_path: Path) -> None:
     """A package for the CPU loads and runs: it holds stock's code, since it would have to call the
