@@ -70,7 +70,7 @@ def sources(folder: Path, quick: bool = False) -> list[Source]:
     """
     grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
-        data = load(path)
+        data = {**load(path), "file": path.name}
         if data["run"].endswith("-quick") and not quick:
             continue
         grouped.setdefault((data["run"].split("-")[0], data["gpu"]), []).append(data)

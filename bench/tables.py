@@ -27,7 +27,7 @@ def environment(data: Data) -> str:
     commit = (env.get("commit") or "unknown")[:12] + (" (dirty)" if env.get("dirty") else "")
     driver = smi.get("driver_version")
     parts = [env["device"], *([f"driver {driver}"] if driver else []), *versions]
-    return f"{', '.join(parts)}; commit {commit}; `{data['run']}-{data['gpu']}.json`."
+    return f"{', '.join(parts)}; commit {commit}; `{data['file']}`."
 
 
 def kernel(data: Data) -> list[str]:

@@ -60,8 +60,11 @@ class GatedAttentionPass(InferenceGraphPass):
     def uuid(self) -> Any | None:
         """What the rewrite depends on: sources, torch and triton, settings, GPUs and adapters.
 
-        None, which switches Inductor's caches off, where the GPUs cannot be asked for.
+        None, which switches Inductor's caches off, where the GPUs cannot be asked for, and where
+        a log or a dump is wanted: the pass does not see a graph that comes from a cache.
         """
+        if self.config.log is not None or self.config.dump is not None:
+            return None
         gpus = visible_gpus() if "cuda" in self.config.devices else ()
         if gpus is None:
             return None
@@ -108,7 +111,7 @@ class GatedAttentionPass(InferenceGraphPass):
 def _unknown(node: Node) -> Site:
     """An attention of which nothing is known but its node."""
     target = str(node.target)
-    return Site(node.name, target, False, None, "", "", "", "", None, None, _source(node))
+    return Site(node.name, target, False, None, "", "", "", "", None, None, None)
 
 
 def _describe(found: Recognition) -> Site:

@@ -65,8 +65,8 @@ def _before(current: Operand) -> tuple[Operand, float, Mask | None] | None:
         return origin, 1.0, None
     if node.op != "call_function" or not node.args or not has_tensor(node):
         return None
-    if (origin := recast(node)) is not None:
-        return Operand(origin, layout), 1.0, None
+    if (rounded := recast(node)) is not None:
+        return Operand(rounded, layout), 1.0, None
     if (scaled := scaling(node)) is not None:
         return Operand(cast(Node, node.args[0]), layout), scaled, None
     if node.target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:
