@@ -172,3 +172,43 @@ def test_dump(tmp_path: Path) -> None:
     assert site["fused"]
     assert site["key"] == "float32[2, 2, 40, 16]"
     assert Path(__file__).name in site["source"]
+
+
+class FastAttention(nn.Module):
+    """gpt-fast's attention with a gate: its own cache, a row of a mask, enable_gqa."""
+
+    def __init__(self, length: int = 40) -> None:
+        super().__init__()
+        self.project = nn.Linear(64, (2 * 4 + 2 * 2) * 16, bias=False)
+        self.register_buffer("keys", torch.zeros(1, 2, length, 16))
+        self.register_buffer("values", torch.zeros(1, 2, length, 16))
+        self.register_buffer("causal", torch.ones(length, length).tril() > 0)
+
+    def forward(self, hidden: Tensor, position: Tensor) -> Tensor:
+        sizes = [64, 32, 32, 64]
+        query, key, value, gate = self.project(hidden).split(sizes, dim=-1)
+        query = query.view(1, 1, 4, 16).transpose(1, 2)
+        self.keys[:, :, position] = key.view(1, 1, 2, 16).transpose(1, 2)
+        self.values[:, :, position] = value.view(1, 1, 2, 16).transpose(1, 2)
+        output = F.scaled_dot_product_attention(
+            query,
+            self.keys,
+            self.values,
+            attn_mask=self.causal[None, None, position],
+            enable_gqa=True,
+        )
+        gated: Tensor = output.transpose(1, 2).reshape(1, 1, 64) * torch.sigmoid(gate)
+        return gated
+
+
+@torch.no_grad()
+def test_a_hand_written_decode_loop() -> None:
+    expected, found = FastAttention(), FastAttention()
+    found.load_state_dict(expected.state_dict())
+    step = compiled(found, fullgraph=True)
+    generator = torch.Generator().manual_seed(3)
+    for index in range(6):
+        args = (torch.randn(1, 1, 64, generator=generator), torch.tensor([index]))
+        torch.testing.assert_close(step(*args), expected(*args))
+    assert counters["fusion_pass"] == {"fused": 1}
+    assert torch.equal(found.keys, expected.keys)
