@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from fusion_pass.insertion import Inserter, erase_unused, inserting
 from fusion_pass.patterns import (
     Attention,
     ComputedMask,
@@ -23,13 +21,10 @@ from fusion_pass.patterns import (
     Reason,
     convert,
 )
-from fusion_pass.patterns.layout import Factor, Size, differ, same
-from fusion_pass.patterns.trace import shape, tensor
+from fusion_pass.patterns.layout import Factor, differ, same
+from fusion_pass.patterns.trace import tensor
 
 aten = torch.ops.aten
-
-_SHARED = "fusion_pass_shared"
-_UNSHARED_META = ("val", "tensor_meta", "eager_input_vals", _SHARED)
 
 
 @dataclass(frozen=True)
@@ -130,7 +125,7 @@ def fuse(graph: Graph, plan: Plan, numerics: str) -> Node:
     """
     match = plan.match
     attention, product = match.attention, match.gate.product.node
-    with _inserting(graph, product) as insert:
+    with inserting(graph, product) as insert:
         query = _converted(insert, attention.query.node, plan.query)
         key = _stored(insert, match.key_value.key, plan.key, attention)
         value = _stored(insert, match.key_value.value, plan.value, attention)
@@ -151,90 +146,12 @@ def fuse(graph: Graph, plan: Plan, numerics: str) -> Node:
         result = _converted(insert, fused, plan.result)
         _check_result(result, product)
     product.replace_all_uses_with(result)
-    _erase_unused(graph, product, attention.node)
+    erase_unused(graph, product, attention.node)
     return fused
 
 
-class _Inserter:
-    """Adds operator calls before a node, with that node's meta and a fake value of their own."""
-
-    def __init__(self, graph: Graph, before: Node) -> None:
-        self.graph = graph
-        self.before = before
-        self.inserted: list[Node] = []
-        self._meta = {key: item for key, item in before.meta.items() if key not in _UNSHARED_META}
-        self._mode = tensor(before).fake_mode  # type: ignore[attr-defined]
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        name = target.__name__.split(".")[0]
-        node = self.graph.create_node("call_function", target, args, kwargs, name)
-        self.inserted.append(node)
-        node.meta.update(self._meta)
-        values = torch.fx.map_arg(args, lambda item: item.meta["val"])
-        with self._mode:
-            node.meta["val"] = target(*values, **kwargs)
-        return node
-
-    def shared(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """What a call would compute, taken from an equal call of this method before, if any.
-
-        Every layer has the same mask, and what is emitted for it twice is computed twice.
-        """
-        node: Node
-        call = _spell_call(args, kwargs)
-        operands: list[Node] = []
-        torch.fx.map_arg(args, operands.append)
-        alike = (
-            operands[0].users
-            if operands
-            else self.graph.find_nodes(op="call_function", target=target, sort=False)
-        )
-        for node in alike:
-            if node.target is not target or not node.meta.get(_SHARED):
-                continue
-            if _spell_call(node.args, node.kwargs) == call and node < self.before:
-                return node
-        node = self(target, *args, **kwargs)
-        node.meta[_SHARED] = True
-        return node
-
-    def sizes(self, node: Node, target: Sequence[Size]) -> list[Any]:
-        """`target` as arguments for a reshape of `node`: a symbolic size becomes -1 or a node."""
-        symbolic = [size for size in target if not isinstance(size, int)]
-        if len(symbolic) == 1:
-            return [size if isinstance(size, int) else -1 for size in target]
-        return [self.size(node, size) for size in target]
-
-    def size(self, node: Node, size: Size) -> int | Node:
-        """A size that one of the dimensions of `node` has, as an argument for an operator."""
-        if isinstance(size, int):
-            return size
-        for dim, own in enumerate(shape(node)):
-            if same(own, size):
-                return self(aten.sym_size.int, node, dim)
-        raise ValueError(f"no dimension of {node.name} has the size {size}")
-
-
-def _spell_call(args: Any, kwargs: Any) -> str:
-    """Arguments as text, in which the name of a node stands for it and 1 is not True."""
-    return repr((tuple(args), sorted(kwargs.items())))
-
-
-@contextmanager
-def _inserting(graph: Graph, before: Node) -> Iterator[_Inserter]:
-    """Insert nodes before `before`; on an error none of them stays."""
-    insert = _Inserter(graph, before)
-    try:
-        with graph.inserting_before(before):
-            yield insert
-    except BaseException:
-        for node in reversed(insert.inserted):
-            graph.erase_node(node)
-        raise
-
-
 def _stored(
-    insert: _Inserter, operand: Operand, conversion: Conversion, attention: Attention
+    insert: Inserter, operand: Operand, conversion: Conversion, attention: Attention
 ) -> Node:
     """K or V as `(B, Hkv, S, D)`, expanded over the batch if it is stored once for all of it."""
     node = _converted(insert, operand.node, conversion)
@@ -244,7 +161,7 @@ def _stored(
     return insert(aten.expand.default, node, [batch, -1, -1, -1])
 
 
-def _mask(insert: _Inserter, plan: Plan) -> Node | None:
+def _mask(insert: Inserter, plan: Plan) -> Node | None:
     """The mask as `(B|1, Hq|1, Q|1, S|1)`, True where a boolean one lets a query see a key."""
     mask, attention = plan.match.mask, plan.match.attention
     if attention.is_causal:
@@ -257,7 +174,7 @@ def _mask(insert: _Inserter, plan: Plan) -> Node | None:
     return insert(aten.logical_not.default, node) if mask.inverted else node
 
 
-def _sinks(insert: _Inserter, plan: Plan) -> list[Node]:
+def _sinks(insert: Inserter, plan: Plan) -> list[Node]:
     """The sinks as `(Hq,)`, if there are any."""
     sinks = plan.match.attention.sinks
     if sinks is None or plan.sinks is None:
@@ -265,7 +182,7 @@ def _sinks(insert: _Inserter, plan: Plan) -> list[Node]:
     return [_converted(insert, sinks.node, plan.sinks)]
 
 
-def _causal_mask(insert: _Inserter, attention: Attention) -> Node:
+def _causal_mask(insert: Inserter, attention: Attention) -> Node:
     """Query token `i` sees the keys `0` to `i`."""
     device = tensor(attention.query.node).device
     query, key = (
@@ -300,7 +217,7 @@ def _rounding(match: GatedAttention, numerics: str) -> dict[str, Any]:
     return rounding
 
 
-def _converted(insert: _Inserter, node: Node, conversion: Conversion) -> Node:
+def _converted(insert: Inserter, node: Node, conversion: Conversion) -> Node:
     if conversion.split is not None:
         node = insert(aten.reshape.default, node, insert.sizes(node, conversion.split))
     if conversion.order is not None:
@@ -314,22 +231,3 @@ def _check_result(result: Node, product: Node) -> None:
     found, expected = tensor(result), tensor(product)
     if found.dtype != expected.dtype or found.device != expected.device:
         raise AssertionError(f"{result.name} is {found}, but {product.name} is {expected}")
-
-
-def _erase_unused(graph: Graph, node: Node, attention: Node) -> None:
-    """Erase `node` and, transitively, every input of it that nothing else uses."""
-    pending, erased = [node], set[Node]()
-    while pending:
-        current = pending.pop()
-        if current in erased:
-            continue
-        for user in list(current.users):
-            if user.target is getitem and not user.users:
-                graph.erase_node(user)
-        # Without dropout the attention draws no random numbers, though its operator might.
-        pure = current is attention or not current.is_impure()
-        if current.users or current.op != "call_function" or not pure:
-            continue
-        pending.extend(current.all_input_nodes)
-        graph.erase_node(current)
-        erased.add(current)
