@@ -348,8 +348,10 @@ def test_a_forked_process_that_cannot_ask_for_the_gpus_still_compiles(
 
 def test_the_identity_ignores_what_is_only_told() -> None:
     own = GatedAttentionPass(devices=("cpu",)).uuid()
-    for told in ({"dump": "folder"}, {"log": "debug"}, {"strict": True}):
-        assert GatedAttentionPass(devices=("cpu",), **told).uuid() == own
+    assert GatedAttentionPass(devices=("cpu",), strict=True).uuid() == own
+    # None switches the caches off: what is told must not depend on what they hold.
+    for told in ({"dump": "folder"}, {"log": "debug"}):
+        assert GatedAttentionPass(devices=("cpu",), **told).uuid() is None
     assert set(config.Config.__dataclass_fields__) == {
         "enabled",
         "devices",
