@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch._dynamo
@@ -11,7 +12,7 @@ import torch._functorch.config
 import torch._inductor.config
 from torch._dynamo.utils import counters
 
-from fusion_pass import eligibility
+from fusion_pass import eligibility, launch, reference
 from fusion_pass.launch import Limits
 
 
@@ -40,3 +41,20 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the fake CUDA device is an H200."""
     limits = Limits("cuda", 90, 132, 232448)
     monkeypatch.setattr(eligibility, "device_limits", lambda device: limits)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by one entry for every call of the fused operator at run time."""
+    made: list[str] = []
+    for module, name in ((reference, "gated_decode_attention"), (launch, "run")):
+        original = getattr(module, name)
+
+        def counting(
+            *args: Any, name: str = name, original: Callable[..., Any] = original, **kwargs: Any
+        ) -> Any:
+            made.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counting)
+    return made

@@ -7,7 +7,7 @@ another form. `TEST_FAMILIES=all` runs every one that a family supports.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from fusion_pass import launch, reference
 from tests.families import FAMILIES, FUSED, STEPS, WHY_NOT, Family, build, decode, table
 from tests.models import in_float64
 
@@ -45,23 +44,6 @@ def cases(fused: bool) -> Iterator[Any]:
                 continue
             name = f"{family.name}-{implementation}"
             yield pytest.param(family, implementation, id=name)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows by one entry for every call of the fused operator at run time."""
-    made: list[str] = []
-    for module, name in ((reference, "gated_decode_attention"), (launch, "run")):
-        original = getattr(module, name)
-
-        def counting(
-            *args: Any, name: str = name, original: Callable[..., Any] = original, **kwargs: Any
-        ) -> Any:
-            made.append(name)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, counting)
-    return made
 
 
 @pytest.fixture(autouse=True)

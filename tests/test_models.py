@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from fusion_pass import launch, reference
 from tests.models import FAMILIES, build, dynamic_cache, greedy, in_float64, static_cache
 
 transformers = pytest.importorskip("transformers")
@@ -19,23 +17,6 @@ LAYERS = 2
 STEPS = 5
 OPTIONS = {"fusion_pass.devices": ("cpu",), "fusion_pass.strict": True}
 CACHES = {"static": lambda model: static_cache(model, 64), "dynamic": dynamic_cache}
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows by one entry for every call of the fused operator at run time."""
-    made: list[str] = []
-    for module, name in ((reference, "gated_decode_attention"), (launch, "run")):
-        original = getattr(module, name)
-
-        def counting(
-            *args: Any, name: str = name, original: Callable[..., Any] = original, **kwargs: Any
-        ) -> Any:
-            made.append(name)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, counting)
-    return made
 
 
 def prompt() -> Tensor:
