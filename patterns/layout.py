@@ -85,6 +85,10 @@ class Layout:
         own = [factor for factor in self.factors if factor.axis == axis]
         return _merge(sorted(own, key=lambda factor: -factor.stride))
 
+    def keeps(self, whole: Layout, axes: Iterable[str]) -> bool:
+        """Whether each of the axes is here as entirely as in `whole`, or not at all."""
+        return all(self.of_axis(axis) in (whole.of_axis(axis), ()) for axis in axes)
+
     def permute(self, order: Sequence[int]) -> Layout:
         """The layout of `tensor.permute(order)`."""
         return Layout(tuple(self.dims[i] for i in order))

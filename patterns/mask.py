@@ -45,14 +45,9 @@ def trace_mask(attention: Attention) -> Mask | ComputedMask | None:
 
 def _furthest(operand: Operand) -> Operand:
     """The earliest value behind `operand` that has each of its axes in one piece or not at all."""
-    start = operand.layout
-    whole = {axis: start.of_axis(axis) for axis in _AXES}
     return furthest(
         operand,
-        lambda origin: (
-            all(origin.layout.of_axis(axis) in (whole[axis], ()) for axis in _AXES)
-            and readable(origin, *_AXES)
-        ),
+        lambda origin: origin.layout.keeps(operand.layout, _AXES) and readable(origin, *_AXES),
     )
 
 

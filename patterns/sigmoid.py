@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -42,24 +43,19 @@ class Sigmoid:
 
 def sigmoid_behind(value: Operand) -> Sigmoid | None:
     """The sigmoid that `value` rearranges, repeats or casts, read as early as it can be."""
-    axes = {factor.axis for factor in value.layout.factors}
-    whole = {axis: value.layout.of_axis(axis) for axis in axes}
 
-    def keeps_axes(operand: Operand) -> bool:
-        kept = all(operand.layout.of_axis(axis) in (whole[axis], ()) for axis in axes)
-        return kept and (operand is value or readable(operand, *_AXES))
+    def accept(operand: Operand) -> bool:
+        return operand.layout.keeps(value.layout, _AXES) and readable(operand, *_AXES)
 
     dtypes: list[torch.dtype] = []
     current: Operand | None = value
-    while current is not None and all(
-        current.layout.of_axis(axis) in (whole[axis], ()) for axis in axes
-    ):
+    while current is not None and current.layout.keeps(value.layout, _AXES):
         dtypes.append(tensor(current.node).dtype)
         argument = _argument(current.node)
         if argument is not None and same_shape(shape(argument), shape(current.node)):
             spelled_out = current.node.target is not aten.sigmoid.default
             start = Operand(argument, current.layout)
-            return Sigmoid(_earliest(start, keeps_axes), _narrowest(dtypes), spelled_out)
+            return Sigmoid(_earliest(start, accept), _narrowest(dtypes), spelled_out)
         current = _before(current)
     return None
 
@@ -70,10 +66,9 @@ def _before(current: Operand) -> Operand | None:
     return backward(current.node, current.layout)
 
 
-def _earliest(start: Operand, accept: object) -> Operand:
+def _earliest(start: Operand, accept: Callable[[Operand], bool]) -> Operand:
     """The first value behind `start` from which it differs by arrangement and exact casts alone."""
     found = current = start
-    assert callable(accept)
     while True:
         origin = widened(current.node)
         step = Operand(origin, current.layout) if origin else backward(current.node, current.layout)
