@@ -45,6 +45,7 @@ __all__ = [
     "Unlaunchable",
     "choose",
     "device_limits",
+    "fills",
     "float32_precision",
     "interpretable",
     "kernels",
@@ -118,14 +119,29 @@ def problem_of(query: Operand, key: Operand, value: Operand, mask: Operand | Non
 
 
 def scratch_sizes(
-    config: LaunchConfig, query: Operand, value: Operand
+    config: LaunchConfig, query: Operand, value: Operand, *, fill: bool = False
 ) -> dict[str, tuple[Any, ...]]:
-    """Sizes of the contiguous float32 scratch that `launches` takes, by its parameter's name."""
+    """Sizes of the contiguous float32 scratch that `launches` takes, by its parameter's name.
+
+    `fill` is what `fills` says of the call.
+    """
+    if _is_single(config, fill):
+        return {}
     rows = query.size[:3]
     return {
         "accumulator": (*rows, config.num_splits, value.size[3]),
         "statistics": (*rows, 2, config.num_splits),
     }
+
+
+def fills(mask: Operand | None, mask_fill: float) -> bool:
+    """Whether a row without a live key attends to all keys, each shifted by a finite fill."""
+    return mask_kind(mask) == "bool" and mask_fill != -math.inf
+
+
+def _is_single(config: LaunchConfig, fill: bool) -> bool:
+    """Whether the split kernel gates its own result: only the reduce can fill a masked row."""
+    return config.num_splits == 1 and not fill
 
 
 def float32_precision(dtype: torch.dtype, device: torch.device) -> str:
@@ -144,8 +160,8 @@ def launches(
     gate: Operand,
     mask: Operand | None,
     output: Any,
-    accumulator: Any,
-    statistics: Any,
+    accumulator: Any = None,
+    statistics: Any = None,
     scale: float,
     mask_fill: float,
     masked_row: str,
@@ -153,8 +169,8 @@ def launches(
     sinks: Operand | None = None,
     sigmoid_dtype: torch.dtype | None = None,
     input_precision: str = "ieee",
-) -> tuple[Launch, Launch]:
-    """Build the split and the reduce launch of one gated_decode_attention call.
+) -> tuple[Launch, ...]:
+    """Build the split and the reduce launch, if any, of one gated_decode_attention call.
 
     `output` is contiguous (B, Q, Hq, Dv); the scratch has the shapes of `scratch_sizes`. Sizes
     other than the batch and the KV length must be static.
@@ -163,16 +179,28 @@ def launches(
     kv_heads, value_dim = int(key.size[1]), int(value.size[3])
     group = int(query_heads) // kv_heads
     row_blocks = math.ceil(group * int(query_tokens) / config.block_m)
+    fill = fills(mask, mask_fill)
+    single = _is_single(config, fill)
     common = {
         "query": query.tensor,
         "key": key.tensor,
         "value": value.tensor,
+        "gate": gate.tensor,
+        "sinks": sinks.tensor if sinks else None,
+        "output": output,
         "accumulator": accumulator,
         "statistics": statistics,
         "kv_length": plain(key.size[2]),
         **strides("q", "bhtd", query),
         **strides("k", "bhnd", key),
         **strides("v", "bhnd", value),
+        **strides("g", "bthd", gate),
+        **strides("s", "h", sinks),
+        # The sink takes all the weight of a row without a live key.
+        "MASKED_ROW": "fill" if fill else "zero" if sinks else masked_row,
+        "SINKS": sinks is not None,
+        "NUMERICS": numerics,
+        "SIGMOID_DTYPE": _DTYPE_NAMES[sigmoid_dtype or gate.dtype],
         "SCALE": float(scale),
         "GROUP": group,
         "QUERY_TOKENS": int(query_tokens),
@@ -193,6 +221,7 @@ def launches(
             "SCAN_ROWS": scan_rows,
             "SCAN_TILES": _scan_tiles(config, scan_rows, key.size[2]) if mask else 1,
             "INPUT_PRECISION": input_precision,
+            "SINGLE": single,
             "KV_HEADS": kv_heads,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -203,7 +232,8 @@ def launches(
         num_warps=config.split_warps,
         num_stages=config.split_stages,
     )
-    fill = mask_kind(mask) == "bool" and mask_fill != -math.inf
+    if single:
+        return (split,)
     reduce = Launch(
         kernel=kernels().gated_decode_reduce,
         grid=(
@@ -213,19 +243,9 @@ def launches(
         ),
         arguments={
             **common,
-            "gate": gate.tensor,
-            "sinks": sinks.tensor if sinks else None,
-            "output": output,
             "num_splits": config.num_splits,
-            **strides("g", "bthd", gate),
-            **strides("s", "h", sinks),
             # -inf is no literal of generated Python, so an infinite fill is a mode instead.
             "MASK_FILL": max(float(mask_fill), _FLOAT32_MIN) if fill else 0.0,
-            # The sink takes all the weight of a row without a live key.
-            "MASKED_ROW": "fill" if fill else "zero" if sinks else masked_row,
-            "SINKS": sinks is not None,
-            "NUMERICS": numerics,
-            "SIGMOID_DTYPE": _DTYPE_NAMES[sigmoid_dtype or gate.dtype],
             "QUERY_HEADS": int(query_heads),
             "BLOCK_SPLITS": next_power_of_2(config.num_splits),
             "BLOCK_N": config.reduce_block_n,
@@ -274,7 +294,7 @@ def run(
         config = choose(problem_of(q, k, v, m), device_limits(query.device))
     scratch = {
         name: allocate_scratch(size, query.device)
-        for name, size in scratch_sizes(config, q, v).items()
+        for name, size in scratch_sizes(config, q, v, fill=fills(m, mask_fill)).items()
     }
     # Triton launches on the current device, which need not be the operands'.
     guard = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
@@ -287,8 +307,7 @@ def run(
             gate=Operand.of(gate),
             mask=m,
             output=output,
-            accumulator=scratch["accumulator"],
-            statistics=scratch["statistics"],
+            **scratch,
             scale=scale,
             mask_fill=mask_fill,
             masked_row=masked_row,

@@ -149,7 +149,7 @@ def _choose_tiling(rows: int, widest: int, problem: Problem, limits: Limits) -> 
     if limits.kind == "hip":
         return _Tiling(16 * KIB, 4, 1, min(two_each, worthwhile))
     row_bytes = widest * problem.dtype.itemsize
-    wide_tiles = (problem.kv_length or LONG_CONTEXT) // one_each * row_bytes // (32 * KIB)
+    wide_tiles = _tiles_each(32 * KIB, row_bytes, one_each, problem)
     # Under a mask the widest tiles spill registers: Q 4, causal, B 8, S 32768: 214, not 149.
     wide = problem.mask == "none"
     if rows > 16:
@@ -157,10 +157,40 @@ def _choose_tiling(rows: int, widest: int, problem: Problem, limits: Limits) -> 
         if wide and rows == 32 and wide_tiles >= 4:
             return _Tiling(32 * KIB, 4, 3, one_each)
         return _Tiling(16 * KIB, 4, 3, two_each if two_each <= worthwhile else one_each)
-    if wide and 10 * programs > 9 * device and wide_tiles >= 8:
+    if _tiles_each(8 * KIB, row_bytes, two_each, problem) > 512 and problem.mask != "none":
+        # More programs share the search for live keys: D 128, B 8, S 131072, 600 live: 17.9, not
+        # 20.
+        return _Tiling(8 * KIB, 2, 3, min(MAX_SPLITS, 2 * two_each))
+    if device < programs <= 2 * device and _evenness(programs, device) >= 0.75:
+        # One split each, all resident. D 128, B 32: S 512 22.6, S 4096 124; with 8 KiB 23.3, 127.
+        return _Tiling(16 * KIB, 4, 3, 1)
+    if wide and _evenness(programs, device) > 0.9 and wide_tiles >= 8:
         # D 128, B 64, S 8192: 481, and 490 with 8 KiB; D 256, B 32, S 4096: 127, and 132.
         return _Tiling(32 * KIB, 4, 3, one_each)
-    return _Tiling(8 * KIB, 2, 3, two_each)
+    return _Tiling(8 * KIB, 2, 3, _even_splits(two_each, programs, device))
+
+
+def _evenness(programs: int, device: int) -> float:
+    """The programs of an average SM as a part of those of the SM with the most."""
+    return programs / (device * math.ceil(programs / device))
+
+
+def _even_splits(least: int, programs: int, device: int) -> int:
+    """The least number of splits that loads the SMs evenly, if their programs stay resident.
+
+    S 4096: D 128, B 17: 3 splits 73.4, 1 split 85.3; D 256, B 70: 145 and 163.
+    """
+    if programs > 2 * device:
+        return 1
+    for num_splits in range(least, 5 * device // programs + 1):
+        if _evenness(programs * num_splits, device) >= 0.77:
+            return min(MAX_SPLITS, num_splits)
+    return least
+
+
+def _tiles_each(tile_bytes: int, row_bytes: int, num_splits: int, problem: Problem) -> int:
+    """Tiles of K in each of the splits."""
+    return (problem.kv_length or LONG_CONTEXT) // num_splits * row_bytes // tile_bytes
 
 
 def _worthwhile_splits(problem: Problem) -> int:

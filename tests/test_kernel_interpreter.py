@@ -175,6 +175,22 @@ def test_every_split_count_reads_only_what_was_written(
     check(tensors, mask, splits)
 
 
+@pytest.mark.parametrize("numerics", ["compiled", "eager", "fp32"])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_one_split_gates_its_result_as_the_reduce_does(numerics: str, with_sinks: bool) -> None:
+    tensors = operands(tokens=3, length=40, head_dim=40, dtype=torch.float16)
+    sinks = torch.tensor([1.0, -2.0, 30.0, -INF]) if with_sinks else None
+    mask = torch.rand(2, 1, 3, 40, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask[..., 0] = True
+    # A finite fill, of which no row here has need, is what the reduce is still launched for.
+    one, two = (
+        run(tensors, mask, 1, sinks=sinks, numerics=numerics, mask_fill=fill)
+        for fill in (-INF, -65536.0)
+    )
+    assert torch.equal(one, two)
+    check(tensors, mask, 1, sinks=sinks, numerics=numerics)
+
+
 @pytest.mark.parametrize(("kind", "splits"), [("bool", 3), ("float", 1), ("half", 3)])
 def test_masks_broadcast_over_any_dimension(kind: str, splits: int) -> None:
     batch, heads, tokens, length = 2, 2, 2, 33
@@ -327,14 +343,15 @@ def test_numerics_contract(numerics: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(result, expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
+@pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("fill", [-INF, -65536.0, torch.finfo(torch.float32).min])
-def test_sinks(fill: float, poison: float) -> None:
+def test_sinks(fill: float, splits: int, poison: float) -> None:
     tensors = operands(length=65)
     sinks = torch.tensor([[-INF, 0], [-10, 0], [10, 0], [1e4, 0]])[:, 0]
     mask = torch.ones(2, 1, 1, 65, dtype=torch.bool)
     mask[1] = False
-    check(tensors, None, 2, sinks=sinks)
-    result = check(tensors, mask, 2, sinks=sinks, mask_fill=fill, masked_row="nan")
+    check(tensors, None, splits, sinks=sinks)
+    result = check(tensors, mask, splits, sinks=sinks, mask_fill=fill, masked_row="nan")
     assert fill != -INF or (result[1] == 0).all()
     # Only the last of these tiles, and so of the splits, has live keys.
     tail = torch.nn.functional.pad(mask[:1, ..., :9], (291, 0))

@@ -52,9 +52,23 @@ def test_rows_of_a_kv_head_share_one_tile() -> None:
 
 
 def test_splits_fill_the_device_twice() -> None:
-    for batch, length in itertools.product((1, 8, 32), (4096, 131072)):
-        programs = 2 * batch
-        assert choose(batch=batch, kv_length=length).num_splits == min(128, 264 // programs)
+    for batch, length in itertools.product((1, 8, 32), (512, 4096)):
+        programs, tiles = 2 * batch, length // 16
+        assert choose(batch=batch, kv_length=length).num_splits == min(128, 264 // programs, tiles)
+
+
+def test_splits_load_all_multiprocessors_evenly() -> None:
+    for batch, splits in ((36, 3), (50, 5), (68, 3), (70, 3), (80, 2), (100, 1), (136, 1)):
+        assert choose(batch=batch, kv_length=4096).num_splits == splits
+    assert choose(batch=133, kv_length=8192, mask="none").block_n == 16
+    assert choose(batch=256, kv_length=8192, mask="none").block_n == 64
+
+
+def test_the_search_for_live_keys_is_shared_by_more() -> None:
+    masked, plain = (
+        choose(batch=32, kv_length=131072, mask=mask).num_splits for mask in ("bool", "none")
+    )
+    assert (masked, plain) == (8, 4)
 
 
 def test_several_query_tokens_fill_the_device_once() -> None:
@@ -64,10 +78,26 @@ def test_several_query_tokens_fill_the_device_once() -> None:
 
 
 def test_programs_that_fill_the_device_are_not_split() -> None:
-    for batch in (64, 65, 66, 100, 1000):
+    for batch in (64, 65, 66, 100, 132, 133, 1000):
         assert choose(batch=batch, kv_length=8192, mask="none").num_splits == 1
     assert choose(batch=64, mask="none").block_n > choose(batch=32, mask="none").block_n
     assert choose(batch=64).block_n == choose(batch=32).block_n
+    assert choose(batch=128, kv_length=512).block_n == 2 * choose(batch=32).block_n
+
+
+def test_one_split_needs_no_reduce_and_no_scratch_unless_rows_are_filled() -> None:
+    mask = _operand(128, 1, 1, 512, dtype=torch.bool)
+    query, config = _operand(128, 16, 1, 256), choose(batch=128, kv_length=512)
+    for masking, mask_fill, fill in (
+        (mask, -math.inf, False),
+        (None, -65536.0, False),
+        (mask, -65536.0, True),
+    ):
+        steps = _launches(128, 512, masking, mask_fill)
+        assert [step.kernel.__name__ for step in steps][1:] == ["gated_decode_reduce"] * fill
+        assert steps[0].arguments["SINGLE"] is not fill
+        assert launch.fills(masking, mask_fill) is fill
+        assert bool(launch.scratch_sizes(config, query, query, fill=fill)) is fill
 
 
 @pytest.mark.parametrize("batch", [1, 8, 64, 4096])
@@ -120,7 +150,9 @@ def _operand(*size: object, dtype: torch.dtype = torch.bfloat16) -> Operand:
     return Operand("pointer", size, tuple(stride), dtype)
 
 
-def _launches(batch: object, length: object, mask: Operand | None) -> tuple[launch.Launch, ...]:
+def _launches(
+    batch: object, length: object, mask: Operand | None, mask_fill: float = -math.inf
+) -> tuple[launch.Launch, ...]:
     pytest.importorskip("triton")
     query = _operand(batch, 16, 1, 256)
     key = _operand(batch, 2, length, 256)
@@ -136,7 +168,7 @@ def _launches(batch: object, length: object, mask: Operand | None) -> tuple[laun
         accumulator="accumulator",
         statistics="statistics",
         scale=0.0625,
-        mask_fill=-math.inf,
+        mask_fill=mask_fill,
         masked_row="nan",
         numerics="compiled",
     )

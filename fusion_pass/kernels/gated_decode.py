@@ -113,7 +113,7 @@ def find_live_tiles(
     end = tl.zeros([SCAN_TILES], tl.int32)
     full_first = tl.full([SCAN_TILES], none, tl.int32)
     full_end = tl.zeros([SCAN_TILES], tl.int32)
-    num_full = tl.zeros([SCAN_TILES], tl.int32)
+    full = tl.zeros([SCAN_TILES], tl.int32)
     total_tiles = (kv_length + BLOCK_N - 1) // BLOCK_N
     for base in range(0, total_tiles - split, SCAN_TILES * num_splits):
         tiles = base + lanes
@@ -123,22 +123,30 @@ def find_live_tiles(
         bias = load_mask(pointers, in_range & row_valid[None, :, None], MASK)
         live = (bias != float("-inf")).to(tl.int32)  # [SCAN_TILES, rows, BLOCK_N]
         # Rows that are only padding do not make a tile partial.
-        full = ((bias == 0.0) | (in_range & (row_valid == 0)[None, :, None])).to(tl.int32)
+        unmasked = ((bias == 0.0) | (in_range & (row_valid == 0)[None, :, None])).to(tl.int32)
         tile_live = tl.max(tl.max(live, axis=2), axis=1) > 0
-        tile_full = tl.min(tl.min(full, axis=2), axis=1) > 0
+        tile_full = tl.min(tl.min(unmasked, axis=2), axis=1) > 0
         first = tl.minimum(first, tl.where(tile_live, tiles, none))
         end = tl.maximum(end, tl.where(tile_live, tiles + num_splits, 0))
         full_first = tl.minimum(full_first, tl.where(tile_full, tiles, none))
         full_end = tl.maximum(full_end, tl.where(tile_full, tiles + num_splits, 0))
-        num_full += tile_full.to(tl.int32)
-    live_end = tl.max(end, axis=0)
-    run_first = tl.min(full_first, axis=0)
-    run_end = tl.max(full_end, axis=0)
-    # Only an unbroken run of full tiles counts: prefixes, windows and causal masks leave one.
-    if run_end - run_first != tl.sum(num_full, axis=0) * num_splits:
-        run_first = live_end
-        run_end = live_end
-    return tl.min(first, axis=0), live_end, run_first, run_end
+        full += tile_full.to(tl.int32)
+    live_first = 0
+    live_end = total_tiles - split
+    run_first = live_first
+    run_end = live_end
+    num_full = tl.sum(full, axis=0)
+    # That a mask is nowhere false takes one reduction to tell.
+    if num_full * num_splits < live_end:
+        live_first = tl.min(first, axis=0)
+        live_end = tl.max(end, axis=0)
+        run_first = tl.min(full_first, axis=0)
+        run_end = tl.max(full_end, axis=0)
+        # Only an unbroken run of full tiles counts: prefixes, windows and causal masks leave one.
+        if run_end - run_first != num_full * num_splits:
+            run_first = live_end
+            run_end = live_end
+    return live_first, live_end, run_first, run_end
 
 
 @triton.jit
@@ -156,7 +164,7 @@ def attend_tile(
     stride_vd,
     stride_mn,
     row_max,
-    row_sum,
+    row_sums,
     output,
     SCALE: tl.constexpr,
     MASK: tl.constexpr,
@@ -170,7 +178,8 @@ def attend_tile(
 ):
     """One step of the online softmax, over the BLOCK_N keys from `start`.
 
-    Returns the row maximum, the row sum and the unnormalised output, in float32.
+    Returns the row maximum, the sums [rows, BLOCK_N] whose sum is the row's, and the unnormalised
+    output, in float32.
     """
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_V)
@@ -201,7 +210,7 @@ def attend_tile(
     finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2((logits - finite_max[:, None]) * LOG2_E)
     decay = tl.exp2((row_max - finite_max) * LOG2_E)
-    row_sum = row_sum * decay + tl.sum(weights, axis=1)
+    row_sums = row_sums * decay[:, None] + weights
     # Keys that no row attends to are not loaded, so that 0 * NaN cannot reach the sum.
     v = tl.load(
         value + start_64 * stride_vn + tile_offsets(stride_vn, stride_vd, BLOCK_N, BLOCK_V, WIDE),
@@ -214,7 +223,41 @@ def attend_tile(
         # What the rounding dropped, so that the weights count with twice V's precision.
         dropped = (weights - rounded.to(tl.float32)).to(v.dtype)
         output = tl.dot(dropped, v, output, input_precision=INPUT_PRECISION)
-    return new_max, row_sum, output
+    return new_max, row_sums, output
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """The float32 `x`, rounded to what DTYPE, a name, can represent."""
+    if DTYPE == "bf16":
+        x = x.to(tl.bfloat16).to(tl.float32)
+    elif DTYPE == "fp16":
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def apply_gate(
+    attention,
+    gate,
+    NUMERICS: tl.constexpr,
+    SIGMOID_DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Multiply by the gate's sigmoid, in float32, rounding before where the contract does.
+
+    DTYPE is the attention's own dtype.
+    """
+    gate = gate.to(tl.float32)
+    if NUMERICS == "eager":
+        # torch's CUDA sigmoid: accurate exp and IEEE division.
+        sigmoid = round_to(tl.div_rn(1.0, 1.0 + accurate_exp(-gate)), SIGMOID_DTYPE)
+    else:
+        # The very function Inductor emits, so that the bits are the same.
+        sigmoid = tl.sigmoid(gate)
+    if NUMERICS != "fp32":
+        attention = attention.to(DTYPE).to(tl.float32)
+    return attention * sigmoid
 
 
 @triton.jit
@@ -223,8 +266,11 @@ def gated_decode_split(
     key,
     value,
     mask,
+    gate,
+    sinks,
     accumulator,
     statistics,
+    output,
     kv_length,
     stride_qb,
     stride_qh,
@@ -242,12 +288,22 @@ def gated_decode_split(
     stride_mh,
     stride_mt,
     stride_mn,
+    stride_gb,
+    stride_gt,
+    stride_gh,
+    stride_gd,
+    stride_sh,
     SCALE: tl.constexpr,
     MASK: tl.constexpr,
     MASK_ROWS: tl.constexpr,
     SCAN_ROWS: tl.constexpr,
     SCAN_TILES: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    SINGLE: tl.constexpr,
+    MASKED_ROW: tl.constexpr,
+    SINKS: tl.constexpr,
+    NUMERICS: tl.constexpr,
+    SIGMOID_DTYPE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QUERY_TOKENS: tl.constexpr,
@@ -264,11 +320,12 @@ def gated_decode_split(
 
     Grid: (batch * kv_heads * row blocks, num_splits). A row is a (head of the group, token).
     Writes the row maximum and sum to `statistics` (rows, 2, num_splits) and the unnormalised output
-    to `accumulator` (rows, num_splits, VALUE_DIM).
+    to `accumulator` (rows, num_splits, VALUE_DIM). A SINGLE split, which no reduce follows, gates
+    and stores the result instead.
     """
     ROWS: tl.constexpr = GROUP * QUERY_TOKENS
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
-    split = start_reduce(tl.program_id(1), DEPENDENT)
+    split = start_reduce(tl.program_id(1), DEPENDENT and not SINGLE)
     num_splits = tl.num_programs(1)
     row_block = tl.program_id(0) % ROW_BLOCKS
     kv_head = (tl.program_id(0) // ROW_BLOCKS) % KV_HEADS
@@ -288,8 +345,9 @@ def gated_decode_split(
     key += batch * stride_kb + kv_head.to(tl.int64) * stride_kh
     value += batch * stride_vb + kv_head.to(tl.int64) * stride_vh
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    # Summed up once, in the end: a sum in every tile would make the warps wait for each other.
+    row_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    attention = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
     # Counted in tiles, from tile number `split` on.
     first = 0
@@ -318,7 +376,7 @@ def gated_decode_split(
         )
     # From 0: Triton 3.9 does not pipeline a loop whose lower bound is a variable.
     for tile in range(0, run_end - run_first, num_splits):
-        row_max, row_sum, output = attend_tile(
+        row_max, row_sums, attention = attend_tile(
             q,
             key,
             value,
@@ -332,8 +390,8 @@ def gated_decode_split(
             stride_vd,
             stride_mn,
             row_max,
-            row_sum,
-            output,
+            row_sums,
+            attention,
             SCALE,
             "none",
             INPUT_PRECISION,
@@ -355,7 +413,7 @@ def gated_decode_split(
             for rest in range(0, end - first - run_length, num_splits):
                 tile = split + first + rest
                 tile += tl.where(first + rest >= run_first, run_length, 0)
-                row_max, row_sum, output = attend_tile(
+                row_max, row_sums, attention = attend_tile(
                     q,
                     key,
                     value,
@@ -369,8 +427,8 @@ def gated_decode_split(
                     stride_vd,
                     stride_mn,
                     row_max,
-                    row_sum,
-                    output,
+                    row_sums,
+                    attention,
                     SCALE,
                     MASK,
                     INPUT_PRECISION,
@@ -383,18 +441,44 @@ def gated_decode_split(
                 )
 
     value_dims = tl.arange(0, BLOCK_V)
-    scratch_rows = (batch * KV_HEADS + kv_head) * ROWS + rows
-    row_statistics = statistics + scratch_rows * (2 * num_splits) + split
-    tl.store(row_statistics, row_max, mask=row_valid)
-    tl.store(row_statistics + num_splits, row_sum, mask=row_valid)
-    # Zeros too, of a split without a live key: the reduce need not wait to know which they are.
-    tl.store(
-        accumulator
-        + (scratch_rows * num_splits + split)[:, None] * VALUE_DIM
-        + value_dims[None, :],
-        output,
-        mask=row_valid[:, None] & (value_dims < VALUE_DIM)[None, :],
-    )
+    valid = row_valid[:, None] & (value_dims < VALUE_DIM)[None, :]
+    row_sum = tl.sum(row_sums, axis=1)
+    if SINGLE:
+        gate_rows = gate + batch * stride_gb + tokens * stride_gt + heads * stride_gh
+        gates = tl.load(
+            gate_rows[:, None] + value_dims.to(tl.int64)[None, :] * stride_gd, mask=valid, other=0.0
+        )
+        live = row_sum != 0.0
+        if SINKS:
+            sink = tl.load(sinks + heads * stride_sh, mask=row_valid, other=0.0).to(tl.float32)
+            total_max = tl.maximum(row_max, sink)
+            total_max = tl.where(total_max == float("-inf"), 0.0, total_max)
+            weight = tl.exp2((row_max - total_max) * LOG2_E)
+            row_sum = row_sum * weight + tl.exp2((sink - total_max) * LOG2_E)
+            attention *= weight[:, None]
+        attention = tl.div_rn(attention, tl.where(live, row_sum, 1.0)[:, None])
+        if MASKED_ROW == "nan":
+            attention = tl.where(live[:, None], attention, float("nan"))
+        gated = apply_gate(attention, gates, NUMERICS, SIGMOID_DTYPE, query.dtype.element_ty)
+        output_rows = (batch * QUERY_TOKENS + tokens) * (KV_HEADS * GROUP) + heads
+        tl.store(
+            output + output_rows[:, None] * VALUE_DIM + value_dims[None, :],
+            gated.to(output.dtype.element_ty),
+            mask=valid,
+        )
+    else:
+        scratch_rows = (batch * KV_HEADS + kv_head) * ROWS + rows
+        row_statistics = statistics + scratch_rows * (2 * num_splits) + split
+        tl.store(row_statistics, row_max, mask=row_valid)
+        tl.store(row_statistics + num_splits, row_sum, mask=row_valid)
+        # Zeros too, of a split without a live key: the reduce need not wait to know which they are.
+        tl.store(
+            accumulator
+            + (scratch_rows * num_splits + split)[:, None] * VALUE_DIM
+            + value_dims[None, :],
+            attention,
+            mask=valid,
+        )
 
 
 @triton.jit
@@ -452,40 +536,6 @@ def attend_to_all(
         output = output * decay + tl.sum(weights[:, None] * v, axis=0)
         row_max = new_max
     return tl.div_rn(output, row_sum)
-
-
-@triton.jit
-def round_to(x, DTYPE: tl.constexpr):
-    """The float32 `x`, rounded to what DTYPE, a name, can represent."""
-    if DTYPE == "bf16":
-        x = x.to(tl.bfloat16).to(tl.float32)
-    elif DTYPE == "fp16":
-        x = x.to(tl.float16).to(tl.float32)
-    return x
-
-
-@triton.jit
-def apply_gate(
-    attention,
-    gate,
-    NUMERICS: tl.constexpr,
-    SIGMOID_DTYPE: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Multiply by the gate's sigmoid, in float32, rounding before where the contract does.
-
-    DTYPE is the attention's own dtype.
-    """
-    gate = gate.to(tl.float32)
-    if NUMERICS == "eager":
-        # torch's CUDA sigmoid: accurate exp and IEEE division.
-        sigmoid = round_to(tl.div_rn(1.0, 1.0 + accurate_exp(-gate)), SIGMOID_DTYPE)
-    else:
-        # The very function Inductor emits, so that the bits are the same.
-        sigmoid = tl.sigmoid(gate)
-    if NUMERICS != "fp32":
-        attention = attention.to(DTYPE).to(tl.float32)
-    return attention * sigmoid
 
 
 @triton.jit
@@ -579,12 +629,17 @@ def gated_decode_reduce(
     finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     weights = tl.exp2((split_max - finite_max) * LOG2_E)
     row_sum = tl.sum(split_sum * weights, axis=0)
+    # The sums tell, not the maxima: a split whose logits are all NaN has maximum -inf.
+    live = row_sum != 0.0
     if SINKS:
+        # The weight of every split may vanish beside the sink's.
+        live = tl.max((split_sum != 0.0).to(tl.int32), axis=0) > 0
         row_sum += tl.exp2((sink - finite_max) * LOG2_E)
     attention = tl.sum(parts * weights[:, None], axis=0)
 
-    # The sums tell, not the maxima: a split whose logits are all NaN has maximum -inf.
-    if tl.max((split_sum != 0.0).to(tl.int32), axis=0) == 0:
+    if live:
+        attention = tl.div_rn(attention, row_sum)
+    else:
         if MASKED_ROW == "fill":
             kv_head = head // GROUP
             attention = attend_to_all(
@@ -609,8 +664,6 @@ def gated_decode_reduce(
             )
         elif MASKED_ROW == "nan":
             attention += float("nan")
-    else:
-        attention = tl.div_rn(attention, row_sum)
 
     gated = apply_gate(attention, gates, NUMERICS, SIGMOID_DTYPE, query.dtype.element_ty)
     output_row = (batch * QUERY_TOKENS + token) * QUERY_HEADS + head
