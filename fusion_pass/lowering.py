@@ -1,4 +1,4 @@
-"""The Inductor lowering: the fused operator becomes Triton launches, with no Python dispatch.
+"""The Inductor lowerings: each operator becomes Triton launches, with no Python dispatch.
 
 The only place for the private Inductor APIs that lowering rests on.
 """
@@ -6,6 +6,7 @@ The only place for the private Inductor APIs that lowering rests on.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +14,32 @@ import torch
 
 from fusion_pass import launch
 from fusion_pass.launch import Launch, Operand
+from fusion_pass.operand import static
+from fusion_pass.paged import check as paged_check
+from fusion_pass.paged import launch as paged_launch
+from fusion_pass.paged import ops as paged_ops
 
 if TYPE_CHECKING:
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.ir import TensorBox, UserDefinedTritonKernel
 
 OPERATOR = torch.ops.fusion_pass.gated_decode_attention.default
+PAGED_OPERATORS = {
+    torch.ops.fusion_pass.paged_decode_attention.default: paged_ops.NAME,
+    torch.ops.fusion_pass.gated_paged_decode_attention.default: paged_ops.GATED_NAME,
+}
 
 
 @functools.cache
 def register() -> None:
-    """Tell Inductor how to lower the operator. Idempotent."""
+    """Tell Inductor how to lower the operators. Idempotent."""
     from torch._inductor.lowering import register_lowering
 
     register_lowering(OPERATOR, type_promotion_kind=None)(_lower)
+    for operator in PAGED_OPERATORS:
+        lower = functools.partial(_lower_paged, operator)
+        functools.update_wrapper(lower, _lower_paged)
+        register_lowering(operator, type_promotion_kind=None)(lower)
 
 
 def _lower(
@@ -42,16 +55,14 @@ def _lower(
 ) -> Any:
     device = query.get_device_or_error()
     if device.type != "cuda":
-        return _call_operator(query, key, value, gate, mask, sinks, dtype=dtype, **modes)
+        return _call_operator(OPERATOR, query, key, value, gate, mask, sinks, dtype=dtype, **modes)
     q, k, v = _operand(query), _operand(key), _operand(value)
     m = None if mask is None else _operand(mask)
     config = launch.choose(launch.problem_of(q, k, v, m), launch.device_limits(device))
     batch, heads, tokens, _ = q.size
     output = _empty((batch, tokens, heads, v.size[3]), dtype or q.dtype, device)
-    scratch = {
-        name: _empty(size, torch.float32, device)
-        for name, size in launch.scratch_sizes(config, q, v).items()
-    }
+    fill = launch.fills(m, modes["mask_fill"])
+    scratch = _scratch(launch.scratch_sizes(config, q, v, fill=fill), device)
     for step in launch.launches(
         config,
         query=q,
@@ -61,8 +72,7 @@ def _lower(
         mask=m,
         sinks=None if sinks is None else _operand(sinks),
         output=output,
-        accumulator=scratch["accumulator"],
-        statistics=scratch["statistics"],
+        **scratch,
         input_precision=launch.float32_precision(q.dtype, device),
         **modes,
     ):
@@ -70,11 +80,35 @@ def _lower(
     return output
 
 
-def _call_operator(*operands: Any, **modes: Any) -> Any:
-    """A call of the operator itself from the generated code, for devices without the kernels."""
+def _lower_paged(operator: torch._ops.OpOverload, *arguments: Any, **keywords: Any) -> Any:
+    boxes, modes = paged_ops.BINDINGS[PAGED_OPERATORS[operator]](*arguments, **keywords)
+    device = boxes.query.get_device_or_error()
+    fixed = (*boxes.query.get_size()[1:], *boxes.v_cache.get_size()[1:])
+    # Only the numbers of tokens, requests and pages may change under one kernel.
+    dynamic = any(static(size) is None for size in fixed)
+    if device.type != "cuda" or dynamic or paged_check.is_asked_for():
+        return _call_operator(operator, *arguments, **keywords)
+    operands = boxes.map(_operand)
+    config = launch.choose(paged_launch.problem_of(operands, modes), launch.device_limits(device))
+    dtype = modes.dtype or operands.query.dtype
+    output = _empty(paged_launch.output_size(operands), dtype, device)
+    for step in paged_launch.launches(
+        config,
+        operands,
+        modes,
+        output=output,
+        **_scratch(paged_launch.scratch_sizes(config, operands), device),
+        input_precision=launch.float32_precision(operands.query.dtype, device),
+    ):
+        _emit(step)
+    return output
+
+
+def _call_operator(operator: torch._ops.OpOverload, *operands: Any, **modes: Any) -> Any:
+    """A call of the operator itself from the generated code, where the kernels cannot be used."""
     from torch._inductor.lowering import fallback_handler
 
-    return fallback_handler(OPERATOR, add_to_fallback_set=False)(*operands, **modes)
+    return fallback_handler(operator, add_to_fallback_set=False)(*operands, **modes)
 
 
 def _operand(box: TensorBox) -> Operand:
@@ -89,6 +123,11 @@ def _operand(box: TensorBox) -> Operand:
         tuple(stored.get_stride()),
         stored.get_dtype(),
     )
+
+
+def _scratch(sizes: dict[str, tuple[Any, ...]], device: torch.device) -> dict[str, Any]:
+    """Uninitialised float32 buffers of these sizes, by name."""
+    return {name: _empty(size, torch.float32, device) for name, size in sizes.items()}
 
 
 def _empty(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
@@ -110,7 +149,17 @@ def _emit(step: Launch) -> None:
         grid=[step.grid],
         tma_descriptor_metadata={},
         kernel_args=step.arguments,
+        **keywords_since_214(),
     )
+
+
+@functools.cache
+def keywords_since_214() -> dict[str, Any]:
+    """What `UserDefinedTritonKernel` takes besides from torch 2.14 on: names of launch options."""
+    from torch._inductor.ir import UserDefinedTritonKernel
+
+    known = inspect.signature(UserDefinedTritonKernel).parameters
+    return {"launch_kwargs": ()} if "launch_kwargs" in known else {}
 
 
 @functools.cache

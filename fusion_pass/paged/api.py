@@ -1,0 +1,152 @@
+"""The paged operators as one function with defaults, for engines and eager code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fusion_pass.paged import check, ops  # noqa: F401  (registers the operators)
+from fusion_pass.paged.operands import PagedModes, PagedOperands
+from fusion_pass.paged.validation import validate
+
+LAYOUTS = ("NHD", "HND")
+
+
+def paged_decode_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor | None,
+    kv_indices: Tensor,
+    *,
+    kv_lengths: Tensor | None = None,
+    query_indptr: Tensor | None = None,
+    gate: Tensor | None = None,
+    sinks: Tensor | None = None,
+    layout: str = "NHD",
+    scale: float | None = None,
+    max_query_tokens: int = 1,
+    window: int = 0,
+    numerics: str = "compiled",
+    sigmoid_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
+    check_indices: bool = False,
+) -> Tensor:
+    """Attention of R requests' query tokens to a paged KV cache, times a gate's sigmoid if given.
+
+    Lengths and page numbers are read on the device: nothing waits for it, and one captured CUDA
+    graph serves every content of the index tensors.
+
+    Args:
+        query: (T, Hq, D), bfloat16, float16 or float32, called dtype T below: the query tokens of
+            all requests in order, one a request without `query_indptr`. Any strides.
+        k_cache: (P, page_size, Hkv, D) of dtype T in the layout "NHD", (P, Hkv, page_size, D) in
+            "HND", or (P, Hkv, D) for pages of one token. Any strides. Query head h reads KV head
+            h // (Hq // Hkv).
+        v_cache: as `k_cache`, with Dv for D.
+        kv_indptr: (R + 1,), int32 or int64: the pages of request r are `kv_indices` from
+            `kv_indptr[r]` to `kv_indptr[r + 1]`. None: `kv_indices` is a block table.
+        kv_indices: (capacity,), or (R, M) as a block table; int32 or int64 page numbers. What lies
+            beyond the live pages is not looked at.
+        kv_lengths: (R,), int32 or int64: live tokens of each request; needed for a block table.
+            None: all pages are full.
+        query_indptr: (R + 1,), int32 or int64: where the query tokens of each request begin; they
+            are its last tokens, and each sees those before it and itself. Tokens of no request
+            give zeros.
+        gate: broadcastable to (T, Hq, Dv), before the sigmoid; bfloat16, float16 or float32. Any
+            strides.
+        sinks: (Hq,): one more logit a head, neither scaled nor masked, that takes weight and has no
+            value.
+        layout: "NHD" or "HND", of both caches.
+        scale: the logits are scale * (q . k); by default D ** -0.5.
+        max_query_tokens: the most query tokens of one request.
+        window: a query token sees its last `window` keys, itself included; 0 for all.
+        numerics, sigmoid_dtype, dtype: how the gate rounds and what it gives, as for
+            `fusion_pass.ops.gated_decode_attention`; only with a gate.
+        check_indices: raise IndexError for a number that points outside, which waits for the
+            device. `FUSION_PASS_CHECK_INDICES=1` asks for it everywhere.
+
+    Returns:
+        (T, Hq, Dv), contiguous, of `dtype` or dtype T. A request of length zero gives zeros.
+
+    Raises:
+        TypeError: an operand is no tensor, or of a dtype that is not supported.
+        ValueError: sizes do not agree, devices differ, or a mode is unknown.
+        IndexError: `check_indices`, and a page number, a length or an offset points outside.
+        RuntimeError: a gradient is asked for.
+    """
+    operands = PagedOperands(
+        query,
+        _in_token_order("k_cache", k_cache, layout),
+        _in_token_order("v_cache", v_cache, layout),
+        kv_indices,
+        kv_indptr,
+        kv_lengths,
+        query_indptr,
+        sinks,
+        gate,
+    )
+    for name, tensor in operands.given():
+        _expect_tensor(name, tensor)
+    if query.dim() != 3:
+        raise ValueError(f"query must have 3 dimensions, not {query.dim()}")
+    if scale is None:
+        scale = float(query.shape[-1]) ** -0.5
+    modes = PagedModes(scale, max_query_tokens, window)
+    if gate is not None:
+        modes = replace(modes, numerics=numerics, sigmoid_dtype=sigmoid_dtype, dtype=dtype)
+    elif numerics != "compiled" or sigmoid_dtype is not None or dtype is not None:
+        raise ValueError("numerics, sigmoid_dtype and dtype are the gate's: give a gate with them")
+    validate(operands, modes)
+    if check_indices:
+        check.check_indices(operands, modes)
+    return _call(operands, modes)
+
+
+def _call(operands: PagedOperands[Tensor], modes: PagedModes) -> Tensor:
+    caches = (operands.query, operands.k_cache, operands.v_cache)
+    pages = (operands.kv_indptr, operands.kv_indices)
+    rest = (operands.kv_lengths, operands.query_indptr, operands.sinks)
+    result: Tensor
+    if operands.gate is None:
+        result = torch.ops.fusion_pass.paged_decode_attention.default(
+            *caches,
+            *pages,
+            *rest,
+            scale=modes.scale,
+            max_query_tokens=modes.max_query_tokens,
+            window=modes.window,
+        )
+    else:
+        result = torch.ops.fusion_pass.gated_paged_decode_attention.default(
+            *caches,
+            *pages,
+            operands.gate,
+            *rest,
+            scale=modes.scale,
+            max_query_tokens=modes.max_query_tokens,
+            window=modes.window,
+            numerics=modes.numerics,
+            sigmoid_dtype=modes.sigmoid_dtype,
+            dtype=modes.dtype,
+        )
+    return result
+
+
+def _in_token_order(name: str, cache: Tensor, layout: str) -> Tensor:
+    """The cache as (P, page_size, Hkv, D), a view."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {LAYOUTS}, not {layout!r}")
+    _expect_tensor(name, cache)
+    if cache.dim() == 3:
+        return cache.unsqueeze(1)
+    if cache.dim() != 4:
+        raise ValueError(f"{name} must have 3 or 4 dimensions, not {cache.dim()}")
+    return cache if layout == "NHD" else cache.transpose(1, 2)
+
+
+def _expect_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
