@@ -14,10 +14,21 @@ from torch.fx import Node
 
 from .attention import Attention, Sizes
 from .layout import Dim, Layout, Size
-from .logits import MATMULS, Logits, scaling, trace_logits
+from .logits import MATMULS, Logits, trace_logits
 from .reason import Decline, Reason
 from .softmax import Softmax, softmax_behind
-from .trace import Operand, backward, forward, furthest, recast, shape, source, tensor, widened
+from .trace import (
+    Operand,
+    backward,
+    forward,
+    furthest,
+    recast,
+    scaling,
+    shape,
+    source,
+    tensor,
+    widened,
+)
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -30,7 +41,8 @@ def recognise_decomposed(node: Node) -> Attention | Decline | None:
     weights = _name_axes(softmax.node)
     start = Operand(softmax.node, weights) if weights else None
     arriving = _follow(start, cast(Node, node.args[0])) if start else None
-    logits = trace_logits(Operand(softmax.argument, weights)) if weights else None
+    argument = Operand(softmax.argument, weights) if weights else None
+    logits = trace_logits(argument, softmax.scale) if argument else None
     if isinstance(logits, Decline):
         return logits
     if arriving is None or logits is None or not _is_rows_by(arriving.layout, "query", "key"):

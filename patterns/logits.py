@@ -15,19 +15,20 @@ from .mask import LARGEST_FILL
 from .reason import Decline, Reason
 from .trace import (
     FLOATING,
+    SCALINGS,
     Operand,
     aten,
     backward,
     constant,
     has_tensor,
     recast,
+    scaling,
     shape,
     source,
     tensor,
 )
 
 MATMULS = (aten.bmm.default, aten.mm.default)
-_SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -40,9 +41,12 @@ class Logits:
     mask: Mask | None = None
 
 
-def trace_logits(current: Operand) -> Logits | Decline:
-    """Walk from the softmax's argument back to the matmul that its logits come from."""
-    scale, mask = 1.0, None
+def trace_logits(current: Operand, scale: float = 1.0) -> Logits | Decline:
+    """Walk from the softmax's argument back to the matmul that its logits come from.
+
+    `scale` is what the softmax multiplies its argument by.
+    """
+    mask = None
     while current.node.target not in MATMULS:
         step = _before(current)
         if step is None:
@@ -74,18 +78,6 @@ def _before(current: Operand) -> tuple[Operand, float, Mask | None] | None:
     if node.target is aten.where.self:
         return _selected_mask(node, layout)
     return None
-
-
-def scaling(node: Node) -> float | None:
-    """The constant that a node multiplies its first argument by."""
-    if node.target not in _SCALINGS or not has_tensor(node.args[0]):
-        return None
-    factor = constant(node.args[1])
-    if factor is None or not same_shape(shape(cast(Node, node.args[0])), shape(node)):
-        return None
-    if node.target in (aten.div.Tensor, aten.div.Scalar):
-        return 1.0 / factor if factor and "rounding_mode" not in node.kwargs else None
-    return factor
 
 
 def _added_mask(node: Node, layout: Layout) -> tuple[Operand, float, Mask | None] | None:
@@ -130,7 +122,7 @@ def _comes_from_matmul(node: Node) -> bool:
     """Whether the first arguments lead from `node` to a matmul before anything else."""
     while node.target not in MATMULS:
         origin = source(node) or recast(node)
-        if origin is None and node.target in _SCALINGS:
+        if origin is None and node.target in SCALINGS:
             origin = cast(Node, node.args[0])
         if origin is None:
             return False

@@ -11,7 +11,7 @@ from typing import TypeGuard, cast
 from torch.fx import Node
 
 from .layout import Size, same
-from .trace import arguments, aten, constant, has_tensor, recast, shape, source
+from .trace import arguments, aten, constant, has_tensor, recast, scaling, shape, source
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,14 @@ class Softmax:
         argument: the logits.
         is_safe: whether a row of -inf gives zeros instead of NaN.
         sink: one more logit, of size one in the last dimension, whose weight is dropped.
+        scale: what the argument is multiplied by first.
     """
 
     node: Node
     argument: Node
     is_safe: bool
     sink: Node | None = None
+    scale: float = 1.0
 
 
 def softmax_behind(node: Node) -> Softmax | None:
@@ -47,15 +49,14 @@ def _softmax(node: Node) -> Softmax | None:
     if node.target is aten._softmax.default and _is_last(node.args[1], node):
         return Softmax(node, cast(Node, node.args[0]), is_safe=False)
     if node.target is aten.div.Tensor:
-        argument = _exponentials(node)
-        return Softmax(node, argument, is_safe=False) if argument is not None else None
+        return _exponentials(node)
     if node.target is aten.where.self:
         return _safe_softmax(node)
     return None
 
 
-def _exponentials(node: Node) -> Node | None:
-    """`x` of `exp(x - amax(x)) / sum(exp(x - amax(x)))`, all along the last dimension."""
+def _exponentials(node: Node) -> Softmax | None:
+    """`exp(x - amax(x)) / sum(exp(x - amax(x)))`, all along the last dimension."""
     exp, total = node.args
     if not (_calls(exp, aten.exp.default) and _calls(total, aten.sum.dim_IntList)):
         return None
@@ -65,29 +66,51 @@ def _exponentials(node: Node) -> Node | None:
     if _calls(shifted, aten.where.self):
         # Inductor's softmax(c * x) picks between two spellings; the second is the plain one.
         shifted = _unscaled_or_plain(shifted)
-    if not _calls(shifted, aten.sub.Tensor) or shifted.kwargs:
+    argument, scale = _shifted(shifted), 1.0
+    if argument is None and isinstance(shifted, Node):
+        # Before torch 2.13 there is the first alone.
+        argument, scale = _scaled_shift(shifted) or (None, 1.0)
+    return Softmax(node, argument, is_safe=False, scale=scale) if argument is not None else None
+
+
+def _shifted(node: object) -> Node | None:
+    """`x` of `x - amax(x)`, along the last dimension."""
+    if not _calls(node, aten.sub.Tensor) or node.kwargs:
         return None
-    argument, highest = shifted.args
+    argument, highest = node.args
     if not _calls(highest, aten.amax.default) or highest.args[0] is not argument:
         return None
     return cast(Node, argument) if _keeps_last(highest, shape(node)) else None
 
 
+def _scaled_shift(node: Node) -> tuple[Node, float] | None:
+    """`x` and the factor c > 0 of `(x - amax(x)) * c`, or the divisor's inverse."""
+    factor = scaling(node)
+    argument = _shifted(node.args[0]) if factor is not None and factor > 0 else None
+    return None if argument is None or factor is None else (argument, factor)
+
+
 def _unscaled_or_plain(node: Node) -> Node | None:
-    """`y - amax(y)` of `where(_, (x - amax(x)) * c, y - amax(y))` with `y = x * c`."""
+    """`y - amax(y)` of `where(_, (x - amax(x)) * c, y - amax(y))` with `y = x * c`.
+
+    Either may divide instead, and `x` of the first be multiplied by 1.
+    """
     _, first, plain = node.args
-    if not _calls(first, aten.mul.Tensor) or not _calls(plain, aten.sub.Tensor):
+    scaled = _shifted(plain)
+    if scaled is None or not isinstance(first, Node):
         return None
-    scaled, (shifted, factor) = plain.args[0], first.args
-    if not _calls(scaled, aten.mul.Tensor) or not _calls(shifted, aten.sub.Tensor):
+    unscaled = _scaled_shift(first)
+    if unscaled is None or scaling(scaled) != unscaled[1]:
         return None
-    argument, highest = shifted.args
-    same_factor = isinstance(factor, (int, float)) and factor > 0
-    if tuple(scaled.args) != (argument, factor) or not same_factor or shifted.kwargs:
-        return None
-    if not _calls(highest, aten.amax.default) or highest.args[0] is not argument:
-        return None
-    return plain if _keeps_last(highest, shape(node)) else None
+    same_argument = _without_one(unscaled[0]) is _without_one(cast(Node, scaled.args[0]))
+    return cast(Node, plain) if same_argument else None
+
+
+def _without_one(node: Node) -> Node:
+    """`x` of `x * 1`."""
+    while scaling(node) == 1.0:
+        node = cast(Node, node.args[0])
+    return node
 
 
 def _sunk_softmax(node: Node) -> Softmax | None:
@@ -97,6 +120,8 @@ def _sunk_softmax(node: Node) -> Softmax | None:
     call = arguments(node)
     inner = softmax_behind(cast(Node, node.args[0]))
     if inner is None or inner.sink is not None or not _is_last(call["dim"], node):
+        return None
+    if inner.scale != 1.0:
         return None
     joined = _unshifted(inner.argument)
     whole, kept = shape(inner.node)[-1], shape(node)[-1]
@@ -133,7 +158,9 @@ def _safe_softmax(node: Node) -> Softmax | None:
     """`where(not any(not (x == -inf)), 0, softmax(x))`: rows that are all -inf become zeros."""
     dead, zero, weights = node.args
     inner = _softmax(weights) if isinstance(weights, Node) else None
-    if inner is None or constant(zero) != 0.0 or not _calls(dead, aten.logical_not.default):
+    if inner is None or inner.scale != 1.0 or constant(zero) != 0.0:
+        return None
+    if not _calls(dead, aten.logical_not.default):
         return None
     some = dead.args[0]
     if not _calls(some, aten.any.dim) or not _keeps_last(some, shape(node)):

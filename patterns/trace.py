@@ -14,6 +14,7 @@ from .layout import Layout, Size, convert, same, same_shape
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 
 # All of these keep the row-major order of the elements: only the shape of their result counts.
 _RESHAPES = {
@@ -164,6 +165,18 @@ def constant(value: object) -> float | None:
 def rounded(value: float, dtype: torch.dtype) -> float:
     """`value` as `dtype` stores it."""
     return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
+
+
+def scaling(node: Node) -> float | None:
+    """The constant that a node multiplies its first argument by."""
+    if node.target not in SCALINGS or not has_tensor(node.args[0]):
+        return None
+    factor = constant(node.args[1])
+    if factor is None or not same_shape(shape(cast(Node, node.args[0])), shape(node)):
+        return None
+    if node.target in (aten.div.Tensor, aten.div.Scalar):
+        return 1.0 / factor if factor and "rounding_mode" not in node.kwargs else None
+    return factor
 
 
 def recast(node: Node) -> Node | None:

@@ -105,6 +105,40 @@ def test_fires(spelling: Spelling) -> None:
     assert (found - truth).norm() <= 1.5 * (stock - truth).norm()
 
 
+def scaled_last(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    logits = query.reshape(B, KV, H // KV, 1, D) @ key[:, :, None].mT * 0.25
+    return (logits.softmax(-1) @ value[:, :, None]).reshape(B, H, 1, D)
+
+
+def divided_last(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    logits = query.reshape(B, KV, H // KV, 1, D) @ key[:, :, None].mT / 4
+    return (logits.softmax(-1) @ value[:, :, None]).reshape(B, H, 1, D)
+
+
+def scaled_after_the_mask(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    logits = query.reshape(B, KV, H // KV, 1, D) @ key[:, :, None].mT
+    logits = (logits + bias(keep, query)[:, :, None] * 1e-38) * 0.25
+    return (logits.softmax(-1) @ value[:, :, None]).reshape(B, H, 1, D)
+
+
+@pytest.mark.parametrize("spelling", [scaled_last, divided_last, scaled_after_the_mask])
+def test_what_inductor_makes_of_a_scale_that_comes_last(spelling: Spelling) -> None:
+    """Its own patterns move the scale past the subtraction of the maximum."""
+    args = inputs()
+    model = gated(spelling)
+    with torch.no_grad():
+        stock = torch.compile(model)(*args)
+        torch._dynamo.reset()
+        found = torch.compile(model, backend="fusion_pass", options=OPTIONS)(*args)
+    if spelling is scaled_after_the_mask:
+        assert counters["fusion_pass"] == {"declined": 1, "declined: logits-changed": 1}
+        assert torch.equal(found, stock)
+    else:
+        assert counters["fusion_pass"] == {"fused": 1}
+        truth = exact(spelling, args)
+        assert (found - truth).norm() <= 1.5 * (stock - truth).norm()
+
+
 @pytest.mark.parametrize("spelling", [eager, math_path, filled])
 def test_fires_in_bfloat16(spelling: Spelling) -> None:
     args = inputs(torch.bfloat16)
