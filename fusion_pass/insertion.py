@@ -34,9 +34,9 @@ class Inserter:
         node = self.graph.create_node("call_function", target, args, kwargs, name)
         self.inserted.append(node)
         node.meta.update(self._meta)
-        values = torch.fx.map_arg(args, lambda item: item.meta["val"])
+        values, modes = torch.fx.map_arg((args, kwargs), lambda item: item.meta["val"])
         with self._mode:
-            node.meta["val"] = target(*values, **kwargs)
+            node.meta["val"] = target(*values, **modes)
         return node
 
     def shared(self, target: Any, *args: Any, **kwargs: Any) -> Node:

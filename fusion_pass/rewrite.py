@@ -14,9 +14,11 @@ from fusion_pass.patterns import (
     ComputedMask,
     Conversion,
     Decline,
+    Gate,
     GatedAttention,
     Layout,
     Mask,
+    OpaqueAttention,
     Operand,
     Reason,
     convert,
@@ -44,30 +46,30 @@ class Plan:
 def plan(match: GatedAttention) -> Plan | Decline:
     """Work out the rewriting of `match` without touching the graph."""
     attention, key_value = match.attention, match.key_value
-    query = _into(attention.query, _QUERY_AXES)
+    query = into(attention.query, _QUERY_AXES)
     if query is None:
         return Decline(
             Reason.ATTENTION_LAYOUT, "the query cannot be read as (batch, heads, tokens, dim)"
         )
-    key = _into(key_value.key, _STORED_AXES)
-    value = _into(key_value.value, _STORED_AXES)
+    key = into(key_value.key, _STORED_AXES)
+    value = into(key_value.value, _STORED_AXES)
     if key is None or value is None:
         return Decline(
             Reason.KEY_VALUE_LAYOUT, "K or V cannot be read as (batch, heads, keys, dim)"
         )
     mask = None
     if isinstance(match.mask, Mask):
-        mask = _into(match.mask.operand, _MASK_AXES, attention.sizes.layout(*_MASK_AXES))
+        mask = into(match.mask.operand, _MASK_AXES, attention.sizes.layout(*_MASK_AXES))
         if mask is None:
             return Decline(
                 Reason.MASK_LAYOUT, "the mask cannot be read as (batch, heads, query tokens, keys)"
             )
     sinks = None
     if attention.sinks is not None:
-        sinks = _into(attention.sinks, ("head",))
+        sinks = into(attention.sinks, ("head",))
         if sinks is None:
             return Decline(Reason.SINKS, "the sinks cannot be read as (heads)")
-    gate = _into(match.gate.sigmoid.argument, _RESULT_AXES, attention.result.layout)
+    gate = into(match.gate.sigmoid.argument, _RESULT_AXES, attention.result.layout)
     if gate is None:
         return Decline(
             Reason.GATE_LAYOUT, "the gate cannot be read as (batch, query tokens, heads, dim)"
@@ -86,10 +88,8 @@ _MASK_AXES = ("batch", "head", "query", "key")
 _RESULT_AXES = ("batch", "query", "head", "dim")
 
 
-def _into(
-    operand: Operand, axes: tuple[str, ...], whole: Layout | None = None
-) -> Conversion | None:
-    """Read `operand` with one dimension an axis, of size one where it does not have the axis.
+def into(operand: Operand, axes: tuple[str, ...], whole: Layout | None = None) -> Conversion | None:
+    """How to read `operand` with one dimension an axis, of size one where it has not got the axis.
 
     None if it has a part of an axis; `whole` says what all of each is, if that matters.
     """
@@ -126,10 +126,10 @@ def fuse(graph: Graph, plan: Plan, numerics: str) -> Node:
     match = plan.match
     attention, product = match.attention, match.gate.product.node
     with inserting(graph, product) as insert:
-        query = _converted(insert, attention.query.node, plan.query)
+        query = converted(insert, attention.query.node, plan.query)
         key = _stored(insert, match.key_value.key, plan.key, attention)
         value = _stored(insert, match.key_value.value, plan.value, attention)
-        gate = _converted(insert, match.gate.sigmoid.argument.node, plan.gate)
+        gate = converted(insert, match.gate.sigmoid.argument.node, plan.gate)
         fused = insert(
             torch.ops.fusion_pass.gated_decode_attention.default,
             query,
@@ -141,10 +141,10 @@ def fuse(graph: Graph, plan: Plan, numerics: str) -> Node:
             scale=attention.scale,
             mask_fill=match.mask.fill if match.mask else -torch.inf,
             masked_row=attention.masked_row,
-            **_rounding(match, numerics),
+            **rounding(attention, match.gate, numerics),
         )
-        result = _converted(insert, fused, plan.result)
-        _check_result(result, product)
+        result = converted(insert, fused, plan.result)
+        check_result(result, product)
     product.replace_all_uses_with(result)
     erase_unused(graph, product, attention.node)
     return fused
@@ -154,7 +154,7 @@ def _stored(
     insert: Inserter, operand: Operand, conversion: Conversion, attention: Attention
 ) -> Node:
     """K or V as `(B, Hkv, S, D)`, expanded over the batch if it is stored once for all of it."""
-    node = _converted(insert, operand.node, conversion)
+    node = converted(insert, operand.node, conversion)
     if operand.layout.of_axis("batch") or same(attention.sizes.batch, 1):
         return node
     batch = insert.size(attention.query.node, attention.sizes.batch)
@@ -170,7 +170,7 @@ def _mask(insert: Inserter, plan: Plan) -> Node | None:
         return mask.emit(insert.shared)
     if mask is None or plan.mask is None:
         return None
-    node = _converted(insert, mask.operand.node, plan.mask)
+    node = converted(insert, mask.operand.node, plan.mask)
     return insert(aten.logical_not.default, node) if mask.inverted else node
 
 
@@ -179,7 +179,7 @@ def _sinks(insert: Inserter, plan: Plan) -> list[Node]:
     sinks = plan.match.attention.sinks
     if sinks is None or plan.sinks is None:
         return []
-    return [_converted(insert, sinks.node, plan.sinks)]
+    return [converted(insert, sinks.node, plan.sinks)]
 
 
 def _causal_mask(insert: Inserter, attention: Attention) -> Node:
@@ -204,20 +204,21 @@ def _causal_mask(insert: Inserter, attention: Attention) -> Node:
     return insert(aten.unsqueeze.default, insert(aten.unsqueeze.default, visible, 0), 0)
 
 
-def _rounding(match: GatedAttention, numerics: str) -> dict[str, Any]:
+def rounding(attention: Attention | OpaqueAttention, gate: Gate, numerics: str) -> dict[str, Any]:
     """Where the gate rounds, as arguments of the operator; its defaults are left out."""
-    attention, sigmoid = match.attention, match.gate.sigmoid
     if numerics == "compiled" and not attention.is_rounded:
         numerics = "fp32"
-    rounding: dict[str, Any] = {"numerics": numerics}
-    if sigmoid.dtype is not tensor(sigmoid.argument.node).dtype:
-        rounding["sigmoid_dtype"] = sigmoid.dtype
-    if tensor(match.gate.product.node).dtype is not tensor(attention.query.node).dtype:
-        rounding["dtype"] = tensor(match.gate.product.node).dtype
-    return rounding
+    modes: dict[str, Any] = {"numerics": numerics}
+    if gate.sigmoid.dtype is not tensor(gate.sigmoid.argument.node).dtype:
+        modes["sigmoid_dtype"] = gate.sigmoid.dtype
+    own = attention.query if isinstance(attention, Attention) else attention.result
+    if tensor(gate.product.node).dtype is not tensor(own.node).dtype:
+        modes["dtype"] = tensor(gate.product.node).dtype
+    return modes
 
 
-def _converted(insert: Inserter, node: Node, conversion: Conversion) -> Node:
+def converted(insert: Inserter, node: Node, conversion: Conversion) -> Node:
+    """`node` after a conversion."""
     if conversion.split is not None:
         node = insert(aten.reshape.default, node, insert.sizes(node, conversion.split))
     if conversion.order is not None:
@@ -227,7 +228,8 @@ def _converted(insert: Inserter, node: Node, conversion: Conversion) -> Node:
     return node
 
 
-def _check_result(result: Node, product: Node) -> None:
+def check_result(result: Node, product: Node) -> None:
+    """Raise unless `result` can take the place of `product`."""
     found, expected = tensor(result), tensor(product)
     if found.dtype != expected.dtype or found.device != expected.device:
         raise AssertionError(f"{result.name} is {found}, but {product.name} is {expected}")

@@ -2,11 +2,13 @@
 
 from .attention import Attention, Mask, Sizes
 from .gate import Gate
-from .gated_attention import GatedAttention, Recognition, recognise
+from .gated_attention import GatedAttention, GatedOpaque, Recognition, recognise
+from .gather import Pages
 from .keyvalue import KeyValue
 from .layout import Conversion, Factor, Layout, convert
 from .mask_program import ComputedMask
 from .operands import read_attention
+from .paged import OpaqueAttention, read_opaque
 from .reason import Decline, Reason
 from .registry import adapters, may_be_attention, register_attention
 from .trace import Operand
@@ -19,10 +21,13 @@ __all__ = [
     "Factor",
     "Gate",
     "GatedAttention",
+    "GatedOpaque",
     "KeyValue",
     "Layout",
     "Mask",
+    "OpaqueAttention",
     "Operand",
+    "Pages",
     "Reason",
     "Recognition",
     "Sizes",
@@ -30,6 +35,7 @@ __all__ = [
     "convert",
     "may_be_attention",
     "read_attention",
+    "read_opaque",
     "recognise",
     "register_attention",
 ]

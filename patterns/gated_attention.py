@@ -8,20 +8,34 @@ from torch.fx import Node
 
 from .attention import Attention, Mask
 from .gate import Gate, find_gate
+from .gather import Pages, trace_pages
 from .keyvalue import KeyValue, trace_key_value
 from .mask import trace_mask
 from .mask_program import ComputedMask
+from .paged import OpaqueAttention
 from .reason import Decline
 from .registry import recognise_attention
 
 
 @dataclass(frozen=True)
 class GatedAttention:
-    """One whole match: everything between the stored K and V and the gated product."""
+    """One whole match: everything between the stored K and V and the gated product.
+
+    `pages` is where K and V are gathered from, if they are and can be read there.
+    """
 
     attention: Attention
     key_value: KeyValue
     mask: Mask | ComputedMask | None
+    gate: Gate
+    pages: Pages | None = None
+
+
+@dataclass(frozen=True)
+class GatedOpaque:
+    """A match whose operator has a gated form: what it computes inside is not read."""
+
+    attention: OpaqueAttention
     gate: Gate
 
 
@@ -36,8 +50,8 @@ class Recognition:
     """
 
     node: Node
-    attention: Attention | None
-    outcome: GatedAttention | Decline
+    attention: Attention | OpaqueAttention | None
+    outcome: GatedAttention | GatedOpaque | Decline
 
 
 def recognise(node: Node) -> Recognition | None:
@@ -50,11 +64,15 @@ def recognise(node: Node) -> Recognition | None:
     return Recognition(node, attention, _match(attention))
 
 
-def _match(attention: Attention) -> GatedAttention | Decline:
+def _match(attention: Attention | OpaqueAttention) -> GatedAttention | GatedOpaque | Decline:
     gate = find_gate(attention)
     if isinstance(gate, Decline):
         return gate
+    if isinstance(attention, OpaqueAttention):
+        return GatedOpaque(attention, gate)
     key_value = trace_key_value(attention)
     if isinstance(key_value, Decline):
         return key_value
-    return GatedAttention(attention, key_value, trace_mask(attention), gate)
+    mask = trace_mask(attention)
+    pages = trace_pages(attention, key_value, mask)
+    return GatedAttention(attention, key_value, mask, gate, pages)

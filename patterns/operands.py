@@ -87,8 +87,9 @@ def _sizes(query: object, key: object, value: object) -> Sizes | None:
         return None
     (batch, heads, tokens, head_dim), (_, _, length, _), (*_, value_dim) = map(shape, operands)
     for node in operands[1:]:
-        stored = shape(node)[1]
-        if differ(shape(node)[0], batch) or not _divides(stored, heads):
+        rows, stored = shape(node)[:2]
+        # FlexAttention broadcasts one K over the batch, as that of a paged cache.
+        if (differ(rows, batch) and differ(rows, 1)) or not _divides(stored, heads):
             return None
     return Sizes(batch, heads, tokens, length, head_dim, value_dim)
 

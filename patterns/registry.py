@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -15,14 +17,16 @@ from .decomposed import recognise_decomposed
 from .flex import recognise_flex
 from .fused import FUSED
 from .logits import MATMULS
+from .paged import OpaqueAttention, check_gated, read_opaque, recognise_paged
 from .reason import Decline
 
-Recogniser = Callable[[Node], Attention | Decline | None]
+Recogniser = Callable[[Node], Attention | OpaqueAttention | Decline | None]
 
 _RECOGNISERS: dict[Any, Recogniser] = {
     **FUSED,
     **dict.fromkeys(MATMULS, recognise_decomposed),
     torch.ops.higher_order.flex_attention: recognise_flex,
+    torch.ops.fusion_pass.paged_decode_attention.default: recognise_paged,
 }
 _ADAPTERS: dict[torch._ops.OpOverload, str] = {}
 
@@ -32,30 +36,62 @@ def may_be_attention(node: Node) -> bool:
     return node.op == "call_function" and node.target in _RECOGNISERS
 
 
-def recognise_attention(node: Node) -> Attention | Decline | None:
+def recognise_attention(node: Node) -> Attention | OpaqueAttention | Decline | None:
     """The attention that `node` produces, why it is not understood, or None if it is none."""
     return _RECOGNISERS[node.target](node) if may_be_attention(node) else None
 
 
-def register_attention(op: torch._ops.OpOverload, adapter: Recogniser) -> None:
+def register_attention(
+    op: torch._ops.OpOverload,
+    adapter: Recogniser | None = None,
+    *,
+    gated: torch._ops.OpOverload | None = None,
+) -> None:
     """Make an operator of one's own known as a producer of attention.
+
+    Give one of `adapter` and `gated`. An adapter says what the operator computes, and the kernels
+    of fusion_pass take its place. `gated` is the engine's own operator that computes the same and
+    gates it: nothing need be known then of caches, masks or lengths. It has
+
+    * every argument of `op` under the same name, and one more, `Tensor gate`: before the sigmoid,
+      broadcastable to the result, with any strides and in bfloat16, float16 or float32;
+    * no others but with defaults, except `str numerics`, `ScalarType? sigmoid_dtype` and
+      `ScalarType? dtype`. With these it is told how to round, as
+      `fusion_pass::gated_decode_attention` is. Without `numerics` it is taken to round as
+      "compiled", `T(T(o) * sigmoid_fp32(g))`, and calls for another rounding are left alone;
+    * one result, of the shape and dtype of `op`'s output (or of `dtype`), contiguous.
+
+    Both operators must be functional and have fake implementations, under which the results of
+    the gated form are checked before the graph is changed. `op` may return several tensors, the
+    output first, as long as a graph uses no other.
 
     Args:
         op: the operator overload, such as `torch.ops.engine.attention.default`.
-        adapter: given a node that calls `op`, returns what it computes (see `read_attention`), a
-            `Decline` that says why it cannot be replaced, or None if it is no attention. It must
-            not change the graph. Registering again replaces the adapter.
+        adapter: given a node that calls `op`, returns what it computes (see `read_attention`, and
+            `read_opaque` for a gated form that depends on the call), a `Decline` that says why it
+            cannot be replaced, or None if it is no attention. It must not change the graph.
+        gated: the operator overload that computes `op(...) * sigmoid(gate)`.
+
+    Registering again replaces what was registered.
 
     Raises:
-        TypeError: `op` is no operator overload, or `adapter` cannot be called.
-        ValueError: fusion_pass reads `op` itself.
+        TypeError: `op` or `gated` is no operator overload, `adapter` cannot be called, or not
+            exactly one of the two is given.
+        ValueError: fusion_pass reads `op` itself, or `gated` cannot be called in its place.
     """
     if not isinstance(op, torch._ops.OpOverload):
         raise TypeError(f"{op} is no operator overload; give one such as torch.ops.lib.op.default")
-    if not callable(adapter):
-        raise TypeError(f"the adapter of {op} must be callable, not {adapter!r}")
+    if (adapter is None) == (gated is None):
+        raise TypeError(f"give either an adapter for {op} or its gated form")
     if op in _RECOGNISERS and op not in _ADAPTERS:
         raise ValueError(f"{op} is read by fusion_pass itself")
+    if gated is not None:
+        form = check_gated(op, gated)
+        _RECOGNISERS[op] = lambda node: read_opaque(node, str(op), form)
+        _ADAPTERS[op] = f"{form}{form._schema}"
+        return
+    if adapter is None or not callable(adapter):
+        raise TypeError(f"the adapter of {op} must be callable, not {adapter!r}")
     _RECOGNISERS[op] = adapter
     _ADAPTERS[op] = _fingerprint(adapter)
 
@@ -67,14 +103,17 @@ def adapters() -> tuple[tuple[str, str], ...]:
 
 def _fingerprint(adapter: Recogniser) -> str:
     """A hash of the source file that defines an adapter, or of its code where there is none."""
-    try:
-        path = inspect.getsourcefile(adapter)
-    except TypeError:
-        path = None
     digest = hashlib.sha256(getattr(adapter, "__qualname__", repr(adapter)).encode())
-    if path is not None:
-        with open(path, "rb") as file:
-            digest.update(file.read())
-    else:
-        digest.update(getattr(getattr(adapter, "__code__", None), "co_code", b""))
+    try:
+        digest.update(Path(inspect.getsourcefile(adapter) or "").read_bytes())
+    except (TypeError, OSError):
+        # Built in, or typed into a shell.
+        code = getattr(adapter, "__code__", None)
+        digest.update(b"" if code is None else repr(_plain(code)).encode())
     return digest.hexdigest()
+
+
+def _plain(code: CodeType) -> tuple[object, ...]:
+    """What compiled code does, without the addresses and line numbers in it."""
+    constants = (_plain(x) if isinstance(x, CodeType) else x for x in code.co_consts)
+    return code.co_code, code.co_names, *constants

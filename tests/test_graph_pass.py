@@ -195,7 +195,7 @@ class TestFaults:
         with fake_mode():
             return trace(qwen("cpu-flash"), *qwen_inputs(CPU))
 
-    @pytest.mark.parametrize("where", ["plan", "_check_result", "_stored"])
+    @pytest.mark.parametrize("where", ["plan", "check_result", "_stored"])
     def test_the_graph_is_restored_and_the_fault_logged(
         self,
         where: str,
@@ -213,7 +213,7 @@ class TestFaults:
         assert "Traceback" in caplog.text
 
     def test_strict_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        module = self.broken(monkeypatch, "_check_result")
+        module = self.broken(monkeypatch, "check_result")
         before = str(module.graph)
         with pytest.raises(RuntimeError, match="injected"):
             GatedAttentionPass(devices=("cpu",), strict=True)(module.graph, True)

@@ -94,6 +94,13 @@ def test_the_uuid_knows_of_adapters() -> None:
     assert GatedAttentionPass().uuid() == before
 
 
+def test_an_adapter_from_no_file_is_known_by_its_code() -> None:
+    found = []
+    for text in ("lambda node: [1, None]", "lambda node: [1, None]", "lambda node: [2, None]"):
+        found.append(registry._fingerprint(eval(compile(text, "<shell>", "eval"))))
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize(
     ("op", "function", "error"),
     [

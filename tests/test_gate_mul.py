@@ -1,0 +1,236 @@
+"""`sigmoid_gate_mul`: bits, strides, broadcasts, gradient, errors; Inductor's own kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import get_code
+
+from fusion_pass import GatedAttentionPass, gate_mul
+from fusion_pass.gate_mul import sigmoid_gate_mul
+from fusion_pass.inductor import SLOT
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (3 * torch.randn(shape, generator=generator)).to(dtype)
+
+
+LAYOUTS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+    "flat": lambda: (numbers(1000), numbers(1000, seed=1)),
+    "chunked-gate": lambda: (
+        numbers(2, 3, 4 * 16),
+        numbers(2, 3, 4, 32, seed=1).chunk(2, -1)[1].reshape(2, 3, 64),
+    ),
+    "strided-gate": lambda: (numbers(2, 3, 4, 16), numbers(2, 3, 4, 32, seed=1)[..., 16:]),
+    "transposed-x": lambda: (numbers(2, 4, 3, 16).transpose(1, 2), numbers(2, 3, 4, 16, seed=1)),
+    "gate-a-head": lambda: (numbers(2, 3, 4, 16), numbers(2, 3, 4, 1, seed=1)),
+    "gate-a-channel": lambda: (numbers(2, 3, 4, 16), numbers(16, seed=1)),
+    "wider-gate": lambda: (numbers(1, 5), numbers(7, 1, seed=1)),
+    "expanded-x": lambda: (numbers(1, 5).expand(6, 5), numbers(6, 5, seed=1)),
+    "every-other": lambda: (numbers(40, 6)[::2, ::3], numbers(20, 4, seed=1)[:, ::2]),
+    "empty": lambda: (numbers(0, 4), numbers(1, 4, seed=1)),
+    "no-dimensions": lambda: (numbers(), numbers(seed=1)),
+    "six-uneven": lambda: (
+        numbers(*[4] * 6)[::2, ::2, ::2, ::2, ::2, ::2],
+        numbers(*[3] * 6, seed=1)[:2, :2, :2, :2, :2, :2],
+    ),
+}
+
+
+def eager(x: Tensor, gate: Tensor) -> Tensor:
+    return x * torch.sigmoid(gate)
+
+
+def check(x: Tensor, gate: Tensor) -> Tensor:
+    """The product, equal to eager torch's in bits, shape, strides and dtype; inputs unmodified."""
+    copies = x.clone(), gate.clone()
+    found, expected = sigmoid_gate_mul(x, gate), eager(x, gate)
+    assert found.dtype is expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert torch.equal(x, copies[0])
+    assert torch.equal(gate, copies[1])
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    x, gate = LAYOUTS[layout]()
+    check(x, gate)
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("gate_dtype", DTYPES)
+def test_dtypes_promote_and_round_as_in_eager(x_dtype: Any, gate_dtype: Any) -> None:
+    check(numbers(64, dtype=x_dtype), numbers(64, seed=1, dtype=gate_dtype))
+
+
+@pytest.mark.parametrize("layout", ["flat", "strided-gate", "gate-a-head", "transposed-x"])
+def test_out(layout: str) -> None:
+    x, gate = LAYOUTS[layout]()
+    out = torch.full([2 * n for n in x.shape], torch.nan)[tuple(slice(n) for n in x.shape)]
+    assert sigmoid_gate_mul(x, gate, out=out) is out
+    assert torch.equal(out, eager(x, gate))
+
+
+def test_in_place() -> None:
+    x, gate = LAYOUTS["gate-a-head"]()
+    expected = eager(x, gate)
+    assert torch.equal(sigmoid_gate_mul(x, gate, out=x), expected)
+
+
+def test_halves_of_one_buffer() -> None:
+    """The gated output takes the place of the query in the projection that held both."""
+    fused, x = numbers(3, 4, 32), numbers(3, 4, 16, seed=1)
+    query, gate = fused.chunk(2, -1)
+    expected = eager(x, gate)
+    sigmoid_gate_mul(x, gate, out=query)
+    assert torch.equal(fused[..., :16], expected)
+
+
+@pytest.mark.parametrize("shapes", [((3, 4), (3, 4)), ((3, 4), (3, 1)), ((1, 4), (3, 4))])
+def test_gradient(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    x, gate = (
+        numbers(*shape, seed=seed, dtype=torch.float64).requires_grad_()
+        for seed, shape in enumerate(shapes)
+    )
+    assert torch.autograd.gradcheck(sigmoid_gate_mul, (x, gate))
+    assert torch.autograd.gradgradcheck(sigmoid_gate_mul, (x, gate))
+
+
+def test_gradients_have_the_dtypes_of_their_inputs() -> None:
+    x = numbers(3, 4, dtype=torch.bfloat16).requires_grad_()
+    gate = numbers(3, 1, seed=1).requires_grad_()
+    sigmoid_gate_mul(x, gate).sum().backward()
+    found = x.grad, gate.grad
+    x.grad = gate.grad = None
+    eager(x, gate).sum().backward()
+    for own, expected in zip(found, (x.grad, gate.grad), strict=True):
+        torch.testing.assert_close(own, expected)
+
+
+def test_a_gradient_of_one_input_alone() -> None:
+    x, gate = numbers(4).requires_grad_(), numbers(4, seed=1)
+    sigmoid_gate_mul(x, gate).sum().backward()
+    assert torch.equal(x.grad, torch.sigmoid(gate))
+
+
+def test_under_torch_compile_it_is_the_plain_expression() -> None:
+    x, gate = LAYOUTS["strided-gate"]()
+    compiled = torch.compile(sigmoid_gate_mul, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, gate), eager(x, gate))
+
+
+X = torch.zeros(3, 4)
+BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    ((X, 2.0), {}, TypeError, "gate must be a tensor"),
+    ((X.long(), X), {}, TypeError, "cast it"),
+    ((X, X.to(torch.complex64)), {}, TypeError, "cast it"),
+    ((X, torch.zeros(3)), {}, ValueError, "does not broadcast"),
+    ((X, X.to("meta")), {}, ValueError, "move one"),
+    ((X, X), {"out": 1}, TypeError, "out must be a tensor"),
+    ((X, X), {"out": X.half()}, TypeError, "out is torch.float16"),
+    ((X, X), {"out": torch.zeros(4, 3)}, ValueError, "out has shape"),
+    ((X, X), {"out": torch.zeros(1, 4).expand(3, 4)}, ValueError, "written twice"),
+    ((X, X), {"out": X.to("meta")}, ValueError, "out is on meta"),
+]
+
+
+@pytest.mark.parametrize(("args", "keywords", "error", "message"), BAD)
+def test_bad_input(
+    args: Any, keywords: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        sigmoid_gate_mul(*args, **keywords)
+
+
+def test_a_shifted_out() -> None:
+    buffer = torch.zeros(10)
+    with pytest.raises(ValueError, match="out overlaps x"):
+        sigmoid_gate_mul(buffer[:8], torch.zeros(8), out=buffer[2:])
+
+
+def test_no_gradient_into_out() -> None:
+    x = torch.zeros(4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="leave out away"):
+        sigmoid_gate_mul(x, x, out=torch.zeros(4))
+    with torch.no_grad():
+        sigmoid_gate_mul(x, x, out=torch.zeros(4))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("layout", ["flat", "strided-gate", "every-other"])
+def test_compiles_ahead_of_time(target: str, layout: str) -> None:
+    pytest.importorskip("triton")
+    from tests.test_aot import POINTERS, TARGETS, compile_for
+
+    x, gate = (operand.bfloat16() for operand in LAYOUTS[layout]())
+    out = torch.empty(x.shape, dtype=x.dtype)
+    step = gate_mul.launch_of(x, gate, out, gate_mul._merged(x.shape, (x, gate, out)))
+    pointers = dict.fromkeys(("x", "gate", "output"), POINTERS[torch.bfloat16])
+    step = dataclasses.replace(step, arguments={**step.arguments, **pointers})
+    assert compile_for(TARGETS[target], step).metadata.shared == 0
+
+
+def test_a_gate_that_is_half_of_a_projection_is_read_in_whole_vectors() -> None:
+    pytest.importorskip("triton")
+    from tests.test_aot import POINTERS, TARGETS, compile_for
+
+    x, gate = numbers(8, 16, 256).bfloat16(), numbers(8, 16, 512).bfloat16()[..., 256:]
+    step = gate_mul.launch_of(x, gate, x, gate_mul._merged(x.shape, (x, gate, x)))
+    pointers = dict.fromkeys(("x", "gate", "output"), POINTERS[torch.bfloat16])
+    step = dataclasses.replace(step, arguments={**step.arguments, **pointers})
+    text = compile_for(TARGETS["sm_90"], step).asm["ptx"]
+    assert text.count("ld.global.v4") == 2
+    assert text.count("st.global.v4") == 1
+
+
+class TestOpaque:
+    """An attention that nobody registered: Inductor makes one kernel of its gate."""
+
+    @pytest.fixture(autouse=True)
+    def _engine(self) -> Iterator[None]:
+        with torch.library._scoped_library("fusion_pass_opaque_tests", "DEF") as library:
+            library.define("attend(Tensor query) -> Tensor")
+            library.impl("attend", torch.empty_like, "Meta")
+            library.impl("attend", torch.clone, "CPU")
+            yield
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("arrangement", ["half", "flat", "transposed"])
+    def test_one_kernel_reads_the_gate_where_it_is(
+        self, dtype: torch.dtype, arrangement: str
+    ) -> None:
+        def model(query: Tensor, fused: Tensor) -> Tensor:
+            output = torch.ops.fusion_pass_opaque_tests.attend(query)
+            if arrangement == "transposed":
+                return output * torch.sigmoid(fused.view(32, 4, 2).permute(2, 1, 0))
+            gate = fused.view(2, 4, 2, 16)[:, :, 1]
+            if arrangement == "half":
+                gate = fused.view(2, 4, 32)[..., 16:]
+            return (output.view(2, -1) * torch.sigmoid(gate.reshape(2, -1))).view(2, 4, -1)
+
+        width = 32 if arrangement == "transposed" else 16
+        query, fused = numbers(2, 4, width, dtype=dtype), numbers(2, 128, seed=1, dtype=dtype)
+        if arrangement == "transposed":
+            fused = numbers(256, seed=1, dtype=dtype)
+        with torch.no_grad():
+            options: dict[str, Any] = {SLOT: GatedAttentionPass(devices=("cpu",), strict=True)}
+            codes = get_code(torch.compile(model, options=options), query, fused)
+        (code,) = (code for code in codes if "def call(" in code)
+        assert "fused" not in counters["fusion_pass"]
+        assert code.count("torch.ops.fusion_pass_opaque_tests.attend.default(") == 1
+        assert code.count("async_compile.cpp_pybinding(") == 1
+        (arguments,) = re.findall(r"\n +cpp_fused_\w+\((.*)\)", code)
+        # The gate is read from the graph's input, and the product takes the output's place.
+        assert "arg1_1" in arguments
+        assert "empty_strided_cpu((" not in code
