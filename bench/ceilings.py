@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from bench.timing import Arm, CudaClock, capture, interleave
+from fusion_pass.timing import Arm, CudaClock, capture, interleave
 
 READ_BYTES = 2 << 30
 READ_BLOCK = 4096

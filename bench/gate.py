@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from bench import geometry, operands
-from bench.kernel import Entry, compare, shape_entry
+from bench.entries import Entry
+from bench.kernel import compare, shape_entry
 from bench.operands import Operands
 from bench.peers import OURS, Call, Peer
 from bench.session import Session, parser
@@ -46,9 +47,9 @@ def measure(session: Session, batch: int) -> dict[str, Any]:
         Peer("separate, eager", partial(separate, open_gate, sigmoid_multiply)),
         Peer("separate, compiled", partial(separate, open_gate, compiled)),
     )
-    entries = [Entry(peer.name, peer, given, exact) for peer in peers]
-    entries.append(Entry("un-gated", OURS, ungated, operands.truth(ungated)))
-    return compare(session, entries)
+    compared = [Entry(peer.name, peer, given, exact) for peer in peers]
+    compared.append(Entry("un-gated", OURS, ungated, operands.truth(ungated)))
+    return compare(session, compared)
 
 
 def sigmoid_multiply(attended: Tensor, gate: Tensor) -> Tensor:

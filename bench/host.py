@@ -16,7 +16,7 @@ from bench.model import BACKENDS, LIVE, warm
 from bench.models import Decode
 from bench.results import candidates
 from bench.session import Session, parser
-from bench.timing import Arm, WallClock, interleave, with_null
+from fusion_pass.timing import Arm, WallClock, interleave, with_null
 
 LAYERS = (8,)
 BATCH, CAPACITY = 1, 4096

@@ -7,9 +7,6 @@ one and four query tokens.
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,20 +15,14 @@ from typing import Any
 
 import torch
 
-from bench import geometry, operands, peers
+from bench import entries, geometry, peers
+from bench.ahead import compile_ahead
+from bench.entries import Entry
 from bench.geometry import GEOMETRIES, Geometry
-from bench.operands import Operands, Truth
-from bench.peers import OURS, PEERS, STOCK, Peer
+from bench.peers import PEERS, Peer
 from bench.results import candidates, failed
 from bench.session import Session, parser, tell
-from bench.timing import Arm, capture, interleave, with_null
-
-PRECOMPILE_SECONDS = 150
-LIVE = 600
-MASK_CAPACITIES = (4096, 131072)
-MASK_BATCHES = (1, 8)
-TOKENS_LENGTH = 32768
-TOKENS = (1, 4)
+from fusion_pass.timing import Arm, capture, interleave, with_null
 
 
 @dataclass(frozen=True)
@@ -43,27 +34,14 @@ class Cell:
     kv_length: int
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A named candidate: who computes what."""
-
-    name: str
-    peer: Peer
-    operands: Operands
-    truth: Truth
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the cells that the options name; returns the exit status."""
     options = parser("kernel", __doc__, 300)
     names = [g.name for g in GEOMETRIES]
     options.add_argument("--geometries", nargs="+", choices=names, help="only these")
     options.add_argument("--peers", nargs="+", choices=[p.name for p in PEERS], help="only these")
-    options.add_argument("--only", nargs="+", choices=("grid", "masks", "tokens"), help="parts")
-    options.add_argument("--precompile", metavar="GEOMETRY", choices=names, help=argparse.SUPPRESS)
+    options.add_argument("--only", nargs="+", choices=("grid", *entries.PARTS), help="parts")
     arguments = options.parse_args(argv)
-    if arguments.precompile:
-        return precompile(geometry.named(arguments.precompile))
     quick = arguments.quick
     shapes = geometry.QUICK_GRID if quick else geometry.GRID
     chosen = arguments.geometries or (geometry.QUICK_GEOMETRIES if quick else names)
@@ -80,11 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, reason in absent.items():
         tell(f"{name}: {reason}")
     entrants = [peer for peer in entrants if peer.name not in absent]
-    first = geometry.named(names[0])
-    if "masks" in parts:
-        session.each(MASK_BATCHES, partial(masks, session, first), describe_masks, "masks")
-    if "tokens" in parts:
-        session.each(MASK_BATCHES, partial(tokens, session, first), describe_tokens, "tokens")
+    for name in (name for name in entries.PARTS if name in parts):
+        measure, describe = partial(part, session, name), partial(describe_part, name)
+        session.each(entries.BATCHES, measure, describe, name)
     cells = [Cell(geometry.named(name), *shape) for name in chosen for shape in shapes]
     if "grid" in parts:
         session.each(cells, partial(grid, session, entrants), describe_grid, "grid")
@@ -92,58 +68,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def grid(session: Session, entrants: Sequence[Peer], cell: Cell) -> dict[str, Any]:
-    """Every peer on one cell of the grid."""
-    given = operands.make(cell.geometry, cell.batch, cell.kv_length, session.device)
-    exact = operands.truth(given)
-    entries = [Entry(peer.name, peer, given, exact) for peer in entrants]
+    """Every peer on one cell of the grid, and the cell's floor."""
+    compared = entries.grid(cell.geometry, cell.batch, cell.kv_length, entrants, session.device)
     floor = session.ceilings.floor_us(cell.geometry.kv_bytes(cell.batch, cell.kv_length))
-    return {"floor_us": round(floor, 3), **compare(session, entries)}
+    return {"floor_us": round(floor, 3), **compare(session, compared)}
 
 
-def masks(session: Session, shape: Geometry, batch: int) -> dict[str, Any]:
-    """No mask, a full one and 600 live tokens, at two capacities."""
-    entries = []
-    for capacity in MASK_CAPACITIES:
-        given = operands.make(shape, batch, capacity, session.device)
-        live = operands.live_mask(capacity, LIVE, session.device)
-        bias = torch.zeros(live.shape, dtype=operands.DTYPE, device=session.device)
-        variants = {
-            "none": None,
-            "bool-full": torch.ones_like(live),
-            f"bool-{LIVE}": live,
-            f"where-{LIVE}": bias.masked_fill(~live, -torch.inf),
-        }
-        for name, mask in variants.items():
-            masked = given.masked(mask)
-            exact = operands.truth(masked)
-            entries.append(Entry(f"{OURS.name} {name} @{capacity}", OURS, masked, exact))
-            if name in ("none", f"bool-{LIVE}"):
-                entries.append(Entry(f"{STOCK.name} {name} @{capacity}", STOCK, masked, exact))
-    return compare(session, entries)
+def part(session: Session, name: str, batch: int) -> dict[str, Any]:
+    """The candidates of masks or of tokens."""
+    return compare(session, entries.PARTS[name](batch, session.device))
 
 
-def tokens(session: Session, shape: Geometry, batch: int) -> dict[str, Any]:
-    """One and four query tokens, the latter also under a lower-right causal mask."""
-    entries = []
-    for count in TOKENS:
-        given = operands.make(shape, batch, TOKENS_LENGTH, session.device, query_tokens=count)
-        exact = operands.truth(given)
-        entries.append(Entry(f"{OURS.name} {count}", OURS, given, exact))
-        entries.append(Entry(f"{STOCK.name} {count}", STOCK, given, exact))
-    causal = torch.ones(count, TOKENS_LENGTH, dtype=torch.bool, device=session.device)
-    causal = causal.tril(TOKENS_LENGTH - count)[None, None]
-    masked = given.masked(causal)
-    entries.append(Entry(f"{OURS.name} {count} causal", OURS, masked, operands.truth(masked)))
-    return compare(session, entries)
-
-
-def compare(session: Session, entries: Sequence[Entry]) -> dict[str, Any]:
+def compare(session: Session, compared: Sequence[Entry]) -> dict[str, Any]:
     """Capture each entry, check its result, and time those that are right, interleaved."""
     torch._dynamo.reset()
     arms: list[Arm] = []
     refused: dict[str, dict[str, Any]] = {}
     details: dict[str, dict[str, Any]] = {}
-    for entry in entries:
+    for entry in compared:
         try:
             captured = capture(entry.peer.build(entry.operands))
             captured.output.fill_(torch.nan)
@@ -169,14 +111,12 @@ def describe_grid(cell: Cell) -> dict[str, Any]:
     }
 
 
-def describe_masks(batch: int) -> dict[str, Any]:
-    """The cell's kind and shape."""
-    return {"kind": "masks", "shape": shape_entry(GEOMETRIES[0], batch)}
-
-
-def describe_tokens(batch: int) -> dict[str, Any]:
-    """The cell's kind and shape."""
-    return {"kind": "tokens", "shape": {**shape_entry(GEOMETRIES[0], batch), "S": TOKENS_LENGTH}}
+def describe_part(name: str, batch: int) -> dict[str, Any]:
+    """The kind and shape of a cell of masks or of tokens."""
+    shape: dict[str, Any] = {**shape_entry(entries.GEOMETRY, batch)}
+    if name == "tokens":
+        shape["S"] = entries.TOKENS_LENGTH
+    return {"kind": name, "shape": shape}
 
 
 def shape_entry(shape: Geometry, batch: int) -> Mapping[str, Any]:
@@ -189,44 +129,6 @@ def shape_entry(shape: Geometry, batch: int) -> Mapping[str, Any]:
         "head_wise_gate": shape.head_wise_gate,
         "B": batch,
     }
-
-
-def compile_ahead(names: Sequence[str]) -> None:
-    """Fill Inductor's, Triton's and FlashInfer's caches, one process a geometry.
-
-    Nothing is timed meanwhile: they use the device. One that takes too long is stopped, and the
-    run compiles for itself.
-    """
-    command = [sys.executable, "-m", "bench.kernel", "--precompile"]
-    compilers = [
-        subprocess.Popen([*command, name], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for name in names
-    ]
-    tell(f"compiling {', '.join(names)}")
-    deadline = time.monotonic() + PRECOMPILE_SECONDS
-    for compiler in compilers:
-        try:
-            compiler.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            compiler.kill()
-            compiler.wait()
-
-
-def precompile(shape: Geometry) -> int:
-    """Call every peer once on every cell of one geometry, whatever comes of it."""
-    device = torch.device("cuda")
-    for batch, kv_length in geometry.GRID:
-        torch._dynamo.reset()
-        given = operands.make(shape, batch, kv_length, device)
-        for peer in PEERS:
-            if peer.missing():
-                continue
-            try:
-                peer.build(given)()
-            except Exception as fault:
-                tell(f"{shape.name} {batch} {kv_length} {peer.name}: {fault}")
-        torch.cuda.synchronize()
-    return 0
 
 
 if __name__ == "__main__":

@@ -39,6 +39,11 @@ class Model:
     gated_layers: int
     source: str
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether a router chooses experts for each token."""
+        return "num_experts" in self.settings
+
     def build(self, device: torch.device, **changes: Any) -> torch.nn.Module:
         """The model in bfloat16 with random weights from seed 0; `changes` go over its settings."""
         import transformers

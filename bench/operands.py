@@ -90,15 +90,16 @@ def _reference(operands: Operands, compute_dtype: torch.dtype) -> Tensor:
     rows = []
     for row in range(operands.query.shape[0]):
         one = slice(row, row + 1)
-        mask = operands.mask
-        if mask is not None and mask.shape[0] > 1:
-            mask = mask[one]
+        mask, gate = (
+            x if x is None or x.shape[0] == 1 else x[one] for x in (operands.mask, operands.gate)
+        )
+        assert gate is not None
         rows.append(
             reference.gated_decode_attention(
                 operands.query[one],
                 operands.key[one],
                 operands.value[one],
-                operands.gate[one],
+                gate,
                 mask,
                 scale=operands.scale,
                 mask_fill=-torch.inf,

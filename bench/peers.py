@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from bench.operands import Operands
 
 Call = Callable[[], Tensor]
 FA3_MODULES = ("fa3_fwd_interface", "flash_attn_interface")
+FLASHINFER = "flashinfer"
 FLASHINFER_PAGE = 16
 FLASHINFER_WORKSPACE = 512 << 20
 
@@ -66,22 +69,22 @@ def _gated_sdpa(
 def _stock(backend: SDPBackend | None) -> Callable[[Operands], Call]:
     """Stock Inductor, which chooses SDPA's backend itself unless it is given."""
 
+    def forced(*operands: Any) -> Tensor:
+        # Around the call of a compiled function the choice would be no part of any cache's key.
+        assert backend is not None
+        with sdpa_kernel(backend):
+            return _gated_sdpa(*operands)
+
     def build(operands: Operands) -> Call:
-        compiled = torch.compile(_gated_sdpa, dynamic=False)
-
-        def call() -> Tensor:
-            choice = contextlib.nullcontext() if backend is None else sdpa_kernel([backend])
-            with choice:
-                return compiled(
-                    operands.query,
-                    operands.key,
-                    operands.value,
-                    operands.gate,
-                    operands.mask,
-                    operands.scale,
-                )
-
-        return call
+        compiled = torch.compile(_gated_sdpa if backend is None else forced, dynamic=False)
+        return lambda: compiled(
+            operands.query,
+            operands.key,
+            operands.value,
+            operands.gate,
+            operands.mask,
+            operands.scale,
+        )
 
     return build
 
@@ -122,6 +125,7 @@ def _flash_attention_3(operands: Operands) -> Call:
 
 def _flashinfer(operands: Operands) -> Call:
     """Batch decode over a paged copy of K and V, whose pages lie in order."""
+    _find_ninja()
     flashinfer: Any = importlib.import_module("flashinfer")
     batch, heads, tokens, width = operands.query.shape
     kv_heads, length = operands.key.shape[1:3]
@@ -162,6 +166,13 @@ def _flashinfer(operands: Operands) -> Call:
     return call
 
 
+def _find_ninja() -> None:
+    """Put the programs installed beside this Python, ninja among them, on the path."""
+    programs = str(Path(sys.executable).parent)
+    if programs not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] += os.pathsep + programs
+
+
 def _in_pages(cache: Tensor) -> Tensor:
     """(B, Hkv, S, D) as contiguous pages (B * S / page, Hkv, page, D)."""
     batch, heads, length, width = cache.shape
@@ -200,6 +211,6 @@ PEERS = (
     Peer("stock-flash", _stock(SDPBackend.FLASH_ATTENTION)),
     Peer("flex", _flex),
     Peer("fa3", _flash_attention_3, _needs("fa3-fwd 0.0.3", *FA3_MODULES)),
-    Peer("flashinfer", _flashinfer, _needs("flashinfer-python 0.5.3", "flashinfer")),
+    Peer(FLASHINFER, _flashinfer, _needs("flashinfer-python 0.5.3", "flashinfer")),
 )
 QUICK_PEERS = ("fused", "stock", "fa3")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import tables
+from bench import bars, tables
 from bench.plot import Chart, svg
 from bench.results import load
 
@@ -23,6 +23,12 @@ DOCUMENTS = ("README.md", "docs/benchmarks.md")
 IMAGES = "docs/images"
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n)(.*?)(<!-- /bench:\2 -->)", re.DOTALL)
 PLOT_BATCH = 8
+PLOTS = "plots"
+# Marker, the run whose results it shows, and the renderer.
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
+    **tables.TABLES,
+    **{f"{run}-bars": (run, bars.rows(run)) for run in bars.BARS},
+}
 
 
 @dataclass(frozen=True)
@@ -109,16 +115,17 @@ def fill(text: str, found: Sequence[Source]) -> str:
 
     def replace(match: re.Match[str]) -> str:
         name = match.group(2)
-        if name not in tables.TABLES:
-            raise ValueError(f"bench:{name} is none of {', '.join(tables.TABLES)}")
-        return f"{match.group(1)}{section(name, found)}{match.group(4)}"
+        if name not in (*TABLES, PLOTS):
+            raise ValueError(f"bench:{name} is none of {', '.join((*TABLES, PLOTS))}")
+        content = links(found) if name == PLOTS else section(name, found)
+        return f"{match.group(1)}{content}{match.group(4)}"
 
     return MARKED.sub(replace, text)
 
 
 def section(name: str, found: Sequence[Source]) -> str:
     """The table of this name for every GPU that has results, each with its environment."""
-    run, renderer = tables.TABLES[name]
+    run, renderer = TABLES[name]
     parts = []
     for source in found:
         lines = renderer(source.data) if source.run == run else []
@@ -128,9 +135,19 @@ def section(name: str, found: Sequence[Source]) -> str:
     return "\n\n".join(parts) + "\n" if parts else ""
 
 
+def links(found: Sequence[Source]) -> str:
+    """The plots that there are, as images of a document in docs."""
+    images = [
+        f"![{chart.title}]({Path(IMAGES).name}/{name}-{source.gpu}.svg)"
+        for source in found
+        for name, chart in charts(source).items()
+    ]
+    return "\n\n".join(images) + "\n" if images else ""
+
+
 def everything(found: Sequence[Source]) -> str:
     """All tables that the results give, under their names."""
-    parts = [(name, section(name, found)) for name in tables.TABLES]
+    parts = [(name, section(name, found)) for name in TABLES]
     return "\n".join(f"## {name}\n{text}" for name, text in parts if text)
 
 

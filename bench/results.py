@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.timing import NULL, Summary
+from fusion_pass.timing import NULL, Summary
 
 SCHEMA = 1
 FOLDER = Path(__file__).parent / "results"

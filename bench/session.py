@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from bench import ceilings, environment
+from bench import bars, ceilings, environment
 from bench.ceilings import Ceilings
 from bench.results import FOLDER, Results, failed
-from bench.timing import CudaClock
+from fusion_pass.environment import device_name, slug
+from fusion_pass.timing import CudaClock
 
 Item = TypeVar("Item")
 
@@ -57,7 +58,7 @@ class Session:
         device = torch.device("cuda", torch.cuda.current_device())
         described = environment.describe(device)
         options = {k: v for k, v in vars(arguments).items() if k != "output"}
-        gpu = environment.slug(environment.device_name(device))
+        gpu = slug(device_name(device))
         name = f"{run}-quick" if arguments.quick else run
         results = Results(name, gpu, arguments.output, described, options, begun)
         clock = CudaClock(device)
@@ -84,13 +85,16 @@ class Session:
                     entry = dict(measure(cell))
                 except Exception as fault:
                     entry = failed(fault)
-                torch.cuda.empty_cache()
             spent = round(time.monotonic() - begun, 2)
             self.results.add({**describe(cell), **entry, "wall_s": spent})
+            # Last, since it raises where a cell has broken the device for good.
+            torch.cuda.empty_cache()
 
     def finish(self) -> int:
-        """Say where the results are; the exit status."""
+        """Say which bars are met and where the results are; the exit status."""
         self.results.set(clocks_after=environment.clocks(self.device))
+        for line in bars.lines(self.results.data):
+            tell(line)
         tell(
             f"{self.results.path}: {len(self.results.data['cells'])} cells, "
             f"{self.results.elapsed:.0f} s"

@@ -139,7 +139,7 @@ def compile_time(data: Data) -> list[str]:
     rows = [
         [
             str(cell["shape"]["layers"]),
-            f"{cell['stock_s']:.1f} s",
+            ABSENT if cell["stock_s"] is None else f"{cell['stock_s']:.1f} s",
             f"{cell['fused_s']:.1f} s",
             f"{cell['pass_ms']:.1f} ms",
             f"{cell['lowering_ms']:.1f} ms",
@@ -152,7 +152,7 @@ def compile_time(data: Data) -> list[str]:
     return table(header, rows) if rows else []
 
 
-# Marker, the run whose results it shows, and the renderer.
+# Marker, the run whose results it shows, and the renderer; the bars' are in `report`.
 TABLES: dict[str, tuple[str, Callable[[Data], list[str]]]] = {
     "kernel": ("kernel", kernel),
     "kernel-all": ("kernel", kernel_all),

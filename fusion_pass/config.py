@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 DEVICES = ("cuda", "cpu")
 NUMERICS = ("compiled", "eager", "fp32")
+POLICIES = ("measured", "always", "never")
 LOG_LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}
 
 _FALSE = ("0", "false", "no", "off")
@@ -34,6 +35,10 @@ class Config:
             the model dtype `T`: "compiled" is `T(T(o) * sigmoid_fp32(g))`, as Inductor computes
             it; "eager" is `T(T(o) * T(sigmoid(g)))`, as eager torch does; "fp32" is
             `T(o * sigmoid_fp32(g))`, rounded once.
+        policy: which of the attentions that can be fused are: "measured" those where it pays by
+            structure or by the table in force, "always" all, "never" none.
+        table: file that `python -m fusion_pass tune` wrote, for the policy "measured"; None is
+            the one in the user's cache folder, or else the one that the package has.
         dump: folder that gets each graph before and after, and its report; None writes nothing.
         log: level of the logger "fusion_pass": None leaves it alone, "info" tells of each graph
             that has an attention, "debug" of each attention in it.
@@ -46,6 +51,8 @@ class Config:
     enabled: bool = True
     devices: tuple[str, ...] = ("cuda",)
     numerics: str = "compiled"
+    policy: str = "measured"
+    table: str | None = None
     dump: str | None = None
     log: str | None = None
     strict: bool = False
@@ -54,12 +61,9 @@ class Config:
         _check("enabled", self.enabled, isinstance(self.enabled, bool), "True or False")
         _check("devices", self.devices, _are_devices(self.devices), 'such as ("cuda", "cpu")')
         _check("numerics", self.numerics, self.numerics in NUMERICS, _either(NUMERICS))
-        _check(
-            "dump",
-            self.dump,
-            self.dump is None or (isinstance(self.dump, str) and self.dump != ""),
-            "the path of a folder, or None",
-        )
+        _check("policy", self.policy, self.policy in POLICIES, _either(POLICIES))
+        _check("table", self.table, _is_path(self.table), "the path of a file, or None")
+        _check("dump", self.dump, _is_path(self.dump), "the path of a folder, or None")
         _check(
             "log",
             self.log,
@@ -89,7 +93,7 @@ class Config:
 
     def cache_key(self) -> tuple[object, ...]:
         """The settings that change the rewrite, for the `uuid()` of a pass; picklable."""
-        return self.enabled, tuple(sorted(set(self.devices))), self.numerics
+        return self.enabled, tuple(sorted(set(self.devices))), self.numerics, self.policy
 
 
 def switched_off() -> bool:
@@ -162,6 +166,13 @@ _VARIABLES = (
         functools.partial(_parse_word, NUMERICS),
         _either(NUMERICS),
     ),
+    _Variable(
+        "FUSION_PASS_POLICY",
+        "policy",
+        functools.partial(_parse_word, POLICIES),
+        _either(POLICIES),
+    ),
+    _Variable("FUSION_PASS_TABLE", "table", str, "the path of a file"),
     _Variable("FUSION_PASS_DUMP", "dump", str, "the path of a folder"),
     _Variable(
         "FUSION_PASS_LOG",
@@ -189,6 +200,10 @@ def _environment() -> dict[str, Any]:
 
 def _are_devices(devices: object) -> bool:
     return isinstance(devices, tuple) and bool(devices) and all(name in DEVICES for name in devices)
+
+
+def _is_path(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value != "")
 
 
 def _check(name: str, value: object, valid: bool, accepted: str) -> None:

@@ -12,8 +12,9 @@ import torch._functorch.config
 import torch._inductor.config
 from torch._dynamo.utils import counters
 
-from fusion_pass import eligibility, launch, reference
+from fusion_pass import eligibility, launch, profitability, reference
 from fusion_pass.launch import Limits
+from fusion_pass.tables import MASKS, Shape, Table
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +39,12 @@ def _fresh_compiles() -> Iterator[None]:
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that the fake CUDA device is an H200."""
+    """Pretend that the fake CUDA device is an H200, on which fusing always pays."""
     limits = Limits("cuda", 90, 132, 232448)
     monkeypatch.setattr(eligibility, "device_limits", lambda device: limits)
+    ratios = {Shape(16, 2, 256, 1, 4096, 1, mask): 1.5 for mask in MASKS}
+    table = Table({}, ratios, "a table of the tests", 1.0, "digest")
+    monkeypatch.setattr(profitability, "table_for", lambda match, config: table)
 
 
 @pytest.fixture

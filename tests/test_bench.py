@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
+import signal
 import statistics
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,18 +18,45 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch.nn.attention import SDPBackend
 
 from bench import __main__ as everything
-from bench import environment, kernel, model, models, operands, peers, report, tables, timing
+from bench import (
+    ahead,
+    bars,
+    compile_time,
+    entries,
+    environment,
+    gate,
+    kernel,
+    model,
+    models,
+    operands,
+    peers,
+    report,
+)
 from bench.ceilings import Ceilings
 from bench.geometry import GEOMETRIES, GRID, Geometry, named
 from bench.models import MODELS, Decode
 from bench.peers import Peer
 from bench.results import Results, candidates, failed, load
 from bench.session import Session
-from bench.timing import NULL, Arm, Captured, Summary, interleave, quantile, summarise, with_null
+from fusion_pass import timing
+from fusion_pass.environment import COMMIT_VARIABLE, DIRTY_VARIABLE
+from fusion_pass.timing import (
+    NULL,
+    Arm,
+    Captured,
+    Summary,
+    interleave,
+    quantile,
+    summarise,
+    with_null,
+)
 
 CPU = torch.device("cpu")
+POPEN = subprocess.Popen
 SMALL = Geometry("small", 4, 2, 16, False, "none")
 
 
@@ -173,14 +205,9 @@ def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
-def test_device_names_make_file_names() -> None:
-    names = {"NVIDIA H200": "h200", "NVIDIA GeForce RTX 4090": "rtx-4090", "cpu": "cpu", "": ""}
-    assert {name: environment.slug(name) for name in names} == {**names, "": "unknown"}
-
-
 def test_the_environment_is_described_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(environment.COMMIT_VARIABLE, "abc")
-    monkeypatch.setenv(environment.DIRTY_VARIABLE, "1")
+    monkeypatch.setenv(COMMIT_VARIABLE, "abc")
+    monkeypatch.setenv(DIRTY_VARIABLE, "1")
     described = json.loads(json.dumps(environment.describe(CPU)))
     assert (described["commit"], described["dirty"]) == ("abc", True)
     assert torch.__version__.startswith(described["packages"]["torch"])
@@ -242,8 +269,8 @@ def test_wrong_and_failing_candidates_get_no_time(tmp_path: Path) -> None:
     def refuses(given: operands.Operands) -> peers.Call:
         raise NotImplementedError("not here")
 
-    entries = [
-        kernel.Entry(name, Peer(name, build), given, exact)
+    compared = [
+        entries.Entry(name, Peer(name, build), given, exact)
         for name, build in {
             "right 10": lambda given: lambda: right,
             "flat 20": lambda given: lambda: right.flatten(2),
@@ -254,7 +281,7 @@ def test_wrong_and_failing_candidates_get_no_time(tmp_path: Path) -> None:
     ]
     run = session(tmp_path)
     run.clock.time = lambda arms: [1.0 for arm in arms]  # type: ignore[method-assign]
-    entry = kernel.compare(run, entries)
+    entry = kernel.compare(run, compared)
     timed = {name for name, c in entry["candidates"].items() if "median_us" in c}
     assert timed == {"right 10", "flat 20"}
     assert entry["null"] is not None
@@ -274,13 +301,13 @@ def test_a_whole_kernel_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     begun.clock.time = lambda arms: [1.0 for arm in arms]  # type: ignore[method-assign]
     ours, stock = Peer("fused", torchs), Peer("stock", torchs)
     monkeypatch.setattr(Session, "begin", lambda *arguments: begun)
-    monkeypatch.setattr(kernel, "OURS", ours)
-    monkeypatch.setattr(kernel, "STOCK", stock)
+    monkeypatch.setattr(entries, "OURS", ours)
+    monkeypatch.setattr(entries, "STOCK", stock)
     monkeypatch.setattr(kernel, "PEERS", (ours, stock, Peer("fa3", torchs, lambda: "gone")))
-    monkeypatch.setattr(kernel, "LIVE", 5)
-    monkeypatch.setattr(kernel, "MASK_CAPACITIES", (16, 32))
-    monkeypatch.setattr(kernel, "MASK_BATCHES", (2,))
-    monkeypatch.setattr(kernel, "TOKENS_LENGTH", 32)
+    monkeypatch.setattr(entries, "LIVE", 5)
+    monkeypatch.setattr(entries, "CAPACITIES", (16, 32))
+    monkeypatch.setattr(entries, "BATCHES", (2,))
+    monkeypatch.setattr(entries, "TOKENS_LENGTH", 32)
     monkeypatch.setattr(kernel.geometry, "QUICK_GRID", ((1, 16), (2, 32)))
     assert kernel.main(["--quick", "--only", "grid", "masks", "tokens"]) == 0
 
@@ -301,6 +328,34 @@ def test_a_whole_kernel_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "| fused bool-5 @32 | 1.00 |" in report.everything(report.sources(tmp_path))
 
 
+@pytest.mark.usefixtures("no_graphs")
+def test_a_whole_gate_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def torchs(given: operands.Operands) -> peers.Call:
+        q, k, v, gate, mask, scale = vars(given).values()
+        return lambda: peers._gated_sdpa(q, k, v, gate, mask, scale)
+
+    begun = session(tmp_path)
+    begun.results.data["run"] = "gate"
+    begun.clock.time = lambda arms: [1.0 for arm in arms]  # type: ignore[method-assign]
+    monkeypatch.setattr(Session, "begin", lambda *arguments: begun)
+    monkeypatch.setattr(gate, "OURS", Peer("fused", torchs))
+    monkeypatch.setattr(gate, "GEOMETRY", SMALL)
+    monkeypatch.setattr(gate, "BATCHES", (1, 2))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    assert gate.main([]) == 0
+    cells = load(begun.results.path)["cells"]
+    assert [cell["shape"]["B"] for cell in cells] == [1, 2]
+    for cell in cells:
+        assert list(cell["candidates"]) == [
+            "fused",
+            "separate, eager",
+            "separate, compiled",
+            "un-gated",
+        ]
+        assert all("median_us" in entry for entry in cell["candidates"].values()), cell
+    assert set(verdicts("gate", cells).values()) == {"met"}
+
+
 def test_the_bound_admits_bfloat16_and_no_more() -> None:
     exact = operands.truth(operands.make(SMALL, 2, 50, CPU))
     eps = torch.finfo(torch.bfloat16).eps
@@ -313,6 +368,63 @@ def test_stock_peers_agree_with_the_truth(geometry: Geometry) -> None:
     exact = operands.truth(given)
     output = peers._gated_sdpa(given.query, given.key, given.value, given.gate, None, given.scale)
     assert exact.error(output) <= exact.bound
+
+
+def test_a_forced_backend_is_part_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        def keep(traced: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+            graphs.append(str(traced.graph))
+            return traced.forward
+
+        compiler: Any = keep
+        return aot_module_simplified(module, inputs, fw_compiler=compiler)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    given = operands.make(SMALL, 1, 16, CPU)
+    for choice in (None, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        peers._stock(choice)(given)()
+    assert ["flash" in graph for graph in graphs] == [True, False, True]
+
+
+def test_ninja_is_found_beside_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin")
+    peers._find_ninja()
+    peers._find_ninja()
+    assert os.environ["PATH"] == f"/usr/bin:{Path(sys.executable).parent}"
+
+
+def test_compilers_that_take_too_long_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(POPEN([sys.executable, "-c", script], stdin=subprocess.PIPE, **options))
+        return started[-1]
+
+    monkeypatch.setattr(ahead.subprocess, "Popen", start)
+    monkeypatch.setattr(ahead, "SECONDS", 0.2)
+    ahead.compile_ahead(["qwen3_next"])
+    assert len(started) == 2 + len(entries.PARTS)
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 4
+
+
+def test_compilers_go_on_where_a_peer_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built: list[tuple[int, int]] = []
+
+    def build(given: operands.Operands) -> peers.Call:
+        built.append((given.query.shape[0], given.key.shape[2]))
+        raise NotImplementedError("not here")
+
+    never = Peer("never", build, lambda: "not installed")
+    monkeypatch.setattr(ahead, "PEERS", (Peer("fails", build), never, Peer("other", build)))
+    monkeypatch.setattr(ahead.geometry, "GRID", ((1, 16), (2, 32)))
+    ahead.grid(SMALL, ["fails", "never"], CPU)
+    assert built == [(1, 16), (2, 32)]
+    assert "fails: not here" in capsys.readouterr().err
 
 
 def test_pages_hold_the_cache() -> None:
@@ -430,6 +542,113 @@ def test_logits_further_from_eager_than_stock_are_refused() -> None:
         assert set(model.judge({**outputs, "fused": bad})[1]) == {"fused"}
     assert set(model.judge({"stock": eager, "fused": -eager})[1]) == {"fused"}
     assert model.judge({}) == ({}, {})
+    others = {**outputs, "fused": eager * 1.3}
+    assert set(model.judge(others)[1]) == {"fused"}
+    assert not model.judge(others, model.EXPERTS_AGREEMENT)[1]
+
+
+# Bars
+
+
+def verdicts(run: str, cells: list[dict[str, Any]]) -> dict[str, str]:
+    return {bar.name: bar.verdict for bar in bars.BARS[run]({"run": run, "cells": cells})}
+
+
+def timed(**medians: float) -> dict[str, Any]:
+    """A cell's part on candidates, the first of which is repeated by a null arm."""
+    names = {name.replace("_", " "): entry(taken) for name, taken in medians.items()}
+    return {"candidates": names, "null": next(iter(names.values()))}
+
+
+def test_a_bar_that_was_not_measured_is_not_met() -> None:
+    for run in bars.BARS:
+        assert set(verdicts(run, []).values()) <= {"not measured"}
+        assert bars.rows(run)({"run": run, "cells": []}) == []
+    assert bars.Bar("nan", math.nan, 1.0).verdict == "not measured"
+    assert bars.lines({"run": "nothing", "cells": []}) == []
+
+
+def test_kernel_bars_judge_the_worst_cell() -> None:
+    cells = [
+        {"kind": "grid", "floor_us": 9.0, **timed(fused=10.0, stock=15.0, fa3=14.0)},
+        {"kind": "grid", "floor_us": 4.0, **timed(fused=10.0, stock=9.0)},
+        {"kind": "grid", "floor_us": 4.0, "failed": "no"},
+    ]
+    for cell, errors in zip(cells[:2], ((1.0, 1.1), (1.2, 1.1)), strict=True):
+        for name, error in zip(("fused", "stock"), errors, strict=True):
+            cell["candidates"][name]["error"] = error
+    found = verdicts("kernel", cells)
+    assert found == {
+        "best peer over fused, geometric mean": "missed",
+        "best peer over fused, least": "missed",
+        "floor over fused, geometric mean": "missed",
+        "floor over fused, least": "missed",
+        "error over stock's, most": "missed",
+    }
+    assert set(verdicts("kernel", cells[:1]).values()) == {"met"}
+
+
+def test_kernel_bars_compare_capacities_masks_and_tokens() -> None:
+    arms = {f"fused bool-{live} @{size}": 10.0 for live in ("full", 600) for size in (4096, 131072)}
+    arms |= {"fused none @4096": 9.9, "fused none @131072": 9.0, "fused where-600 @131072": 13.0}
+    masks: dict[str, Any] = {
+        "kind": "masks",
+        "shape": {"B": 8},
+        "candidates": {n: entry(t) for n, t in arms.items()},
+    }
+    masks["candidates"]["fused where-600 @4096"] = entry(10.0)
+    tokens = {"kind": "tokens", "shape": {"B": 1}, **timed(fused_1=10.0, fused_4=11.4)}
+    found = verdicts("kernel", [masks, tokens])
+    assert found["batch 8, 600 live, bool mask: capacity 131072 over 4096"] == "met"
+    assert found["batch 8, 600 live, where mask: capacity 131072 over 4096"] == "missed"
+    assert found["batch 8, full mask over none at 4096"] == "met"
+    assert found["batch 8, full mask over none at 131072"] == "missed"
+    assert found["batch 1, 4 query tokens over 1"] == "met"
+
+
+@pytest.mark.parametrize(("null", "verdict"), [(100.0, "missed"), (106.0, "met")])
+def test_no_step_may_be_slower_than_the_null_arm_allows(null: float, verdict: str) -> None:
+    times = {**timed(stock=100.0, fused=105.0), "null": entry(null)}
+    step = step_cell("hybrid", 1, 4096)
+    step["live"] = {"600": {"graph": times, "no_graph": {"candidates": {}}}}
+    found = verdicts("model", [step])
+    least = "least stock over fused {} CUDA graphs, the null arm's spread allowed"
+    assert found[least.format("with")] == verdict
+    assert found[least.format("without")] == "not measured"
+    assert found["hybrid, capacity 4096, batch 1, 600 live: stock over fused"] == "missed"
+
+
+def test_the_host_may_not_wait_longer() -> None:
+    cell = {"kind": "host", "shape": {"layers": 8}, "returns": timings(), "done": timings()}
+    assert set(verdicts("host", [cell]).values()) == {"met"}
+    cell["done"] = timed(stock=280.0, fused=281.0)
+    assert list(verdicts("host", [cell]).values()) == ["met", "missed"]
+
+
+def test_compilation_is_told_apart_from_what_the_pass_adds(monkeypatch: Any) -> None:
+    def compiled(device: torch.device, backend: str, layers: int) -> dict[str, float]:
+        if backend == "inductor":
+            return {"seconds": 9.0, "pass_ms": 0, "lowering_ms": 0, "sites": 0}
+        return {"seconds": 10.1, "pass_ms": 60.0, "lowering_ms": 40.0, "sites": layers}
+
+    monkeypatch.setattr(compile_time, "compile_once", compiled)
+    cell = compile_time.measure(CPU, ("stock", "fused"), 64)
+    assert (cell["stock_s"], cell["fused_s"], cell["fused_sites"]) == (9.0, 10.1, 64)
+    assert cell["added_share"] == 0.01
+    alone = compile_time.measure(CPU, ("fused",), 64)
+    assert alone == {**cell, "stock_s": None}
+    found = verdicts("compile_time", [{**alone, **compile_time.describe(64)}])
+    assert found == {"64 layers: added share": "met", "64 layers: added time": "met"}
+
+
+def test_a_stopwatch_counts_calls_that_raise_too() -> None:
+    seconds: list[float] = []
+    timed_call = compile_time.stopwatch(lambda x: 1 / x, seconds)
+    assert timed_call(2) == 0.5
+    with pytest.raises(ZeroDivisionError):
+        timed_call(0)
+    assert len(seconds) == 2
+    assert min(seconds) >= 0
 
 
 # Reports
@@ -491,7 +710,10 @@ def fabricated(folder: Path) -> None:
     ]
     files = {
         "kernel": [grid_cell(g, *shape) for g in GEOMETRIES[:2] for shape in GRID[:3]]
-        + [{**kernel.describe_masks(8), **compared}, {**kernel.describe_tokens(8), **compared}],
+        + [
+            {**kernel.describe_part("masks", 8), **compared},
+            {**kernel.describe_part("tokens", 8), **compared},
+        ],
         "model-dense": [*steps, *rates],
         "gate": [{"kind": "gate", "shape": {"B": 1}, **compared}],
         "host": [{"kind": "host", "shape": {"layers": 8}, "returns": timings(), "done": timings()}],
@@ -519,7 +741,9 @@ def timings() -> dict[str, Any]:
 def root(tmp_path: Path) -> Path:
     """A repository with results of every run and a README with every marker."""
     fabricated(tmp_path / "bench" / "results")
-    sections = [f"<!-- bench:{name} -->\n<!-- /bench:{name} -->" for name in tables.TABLES]
+    sections = [
+        f"<!-- bench:{name} -->\n<!-- /bench:{name} -->" for name in (*report.TABLES, report.PLOTS)
+    ]
     (tmp_path / "README.md").write_text("\n\n".join(["# Title", *sections, "End.\n"]))
     return tmp_path
 
@@ -547,6 +771,10 @@ def test_every_table_is_rendered_and_checks(root: Path) -> None:
         "| 64 | 90.0 s | 91.0 s | 120.0 ms | 60.0 ms | 0.20 % |",
         "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0; commit 0123456789ab; "
         "`model-dense-h200.json`.",
+        "| best peer over fused, geometric mean | 1.50 | ≥ 1.35 | met |",
+        "| dense, capacity 32768, batch 8, 600 live: stock over fused | 27.0 | ≥ 25 | met |",
+        "| 64 layers: added time | 180 ms | ≤ 200 ms | met |",
+        "![Fused decode against its floor](images/floor-h200.svg)",
         "End.",
     ):
         assert line in text.splitlines()

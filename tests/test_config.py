@@ -31,7 +31,14 @@ def logger() -> Iterator[logging.Logger]:
 def test_defaults() -> None:
     assert Config() == Config.from_environment()
     assert Config() == Config(
-        enabled=True, devices=("cuda",), numerics="compiled", dump=None, log=None, strict=False
+        enabled=True,
+        devices=("cuda",),
+        numerics="compiled",
+        policy="measured",
+        table=None,
+        dump=None,
+        log=None,
+        strict=False,
     )
 
 
@@ -50,6 +57,10 @@ def test_is_frozen() -> None:
         ("devices", (0,), '("cuda", "cpu")'),
         ("numerics", "exact", '"compiled" or "eager" or "fp32"'),
         ("numerics", None, '"compiled" or "eager" or "fp32"'),
+        ("policy", "sometimes", '"measured" or "always" or "never"'),
+        ("policy", True, '"measured" or "always" or "never"'),
+        ("table", "", "path of a file"),
+        ("table", 3, "path of a file"),
         ("dump", "", "path of a folder"),
         ("dump", 3, "path of a folder"),
         ("log", "loud", '"info" or "debug"'),
@@ -81,6 +92,8 @@ def test_unknown_override_names_the_known_ones() -> None:
         ("FUSION_PASS_DEVICES", "cpu", "devices", ("cpu",)),
         ("FUSION_PASS_DEVICES", "CPU, cuda", "devices", ("cpu", "cuda")),
         ("FUSION_PASS_NUMERICS", "eager", "numerics", "eager"),
+        ("FUSION_PASS_POLICY", "Always", "policy", "always"),
+        ("FUSION_PASS_TABLE", "/some/table.json", "table", "/some/table.json"),
         ("FUSION_PASS_DUMP", "/some/where", "dump", "/some/where"),
         ("FUSION_PASS_LOG", "DEBUG", "log", "debug"),
         ("FUSION_PASS_STRICT", "1", "strict", True),
@@ -112,6 +125,7 @@ def test_off_switch_beats_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         ("FUSION_PASS_DEVICES", "tpu", "cuda,cpu"),
         ("FUSION_PASS_DEVICES", "cpu,", "cuda,cpu"),
         ("FUSION_PASS_NUMERICS", "exact", "compiled"),
+        ("FUSION_PASS_POLICY", "sometimes", "never"),
         ("FUSION_PASS_LOG", "5", "debug"),
         ("FUSION_PASS_STRICT", "maybe", "true"),
     ],
@@ -135,7 +149,13 @@ def test_cache_key_holds_what_changes_the_rewrite() -> None:
     assert (
         Config(devices=("cpu", "cuda")).cache_key() == Config(devices=("cuda", "cpu")).cache_key()
     )
-    for change in ({"enabled": False}, {"devices": ("cpu",)}, {"numerics": "eager"}):
+    changes: tuple[dict[str, object], ...] = (
+        {"enabled": False},
+        {"devices": ("cpu",)},
+        {"numerics": "eager"},
+        {"policy": "never"},
+    )
+    for change in changes:
         assert Config(**change).cache_key() != key
     for same in ({"dump": "x"}, {"log": "info"}, {"strict": True}):
         assert Config(**same).cache_key() == key
