@@ -5,20 +5,33 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from fusion_pass import __version__
-from fusion_pass.config import Config, configure_logging, warn_once
+from fusion_pass import __version__, dump
+from fusion_pass.config import Config, configure_logging
+from fusion_pass.inductor import trace_artifact
+from fusion_pass.patterns import Reason
+from fusion_pass.savings import KernelPlan
 
-SCHEMA = 1
+SCHEMA = 2
+ARTIFACT = "fusion_pass_report"
+"""The name of each graph's report in torch's structured trace, where tlparse shows it."""
 
 _logger = logging.getLogger("fusion_pass")
 _graph_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of the graph; a symbolic size or stride (in elements) is text."""
+
+    dtype: str
+    shape: tuple[int | str, ...]
+    stride: tuple[int | str, ...]
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,17 @@ class Site:
         query, key, value, gate, mask: dtype and sizes, as in "bfloat16[8, 16, 1, 256]"; None
             where the attention has no gate or no mask, or none was recognised.
         source: where the user's code calls the attention, as "file:line", if the graph tells.
+        ground: why fusing it pays, as `profitability.decide` has it; empty where it was left alone.
+        module: path of the innermost module that computes it, such as "model.layers.3.self_attn".
+        frames: the calls that led to it, outermost first, as "file:line in function".
+        tensors: "query", "key", "value" and "output", and "mask", "gate" and "sinks" where there
+            are such; K and V as they are stored where that was recognised.
+        mask_kind: "none", "boolean", "additive", "causal", "computed" (from indices), or None where
+            the attention was not understood.
+        gate_kind: "sigmoid", or the name of another activation; None where no gate was found.
+        expected: what the fusion needs in place of what was found; None where it was fused.
+        remedy: what would change the decision; None where it was fused.
+        kernel: the kernels' configuration and what they save; None where none run.
     """
 
     attention: str
@@ -47,6 +71,32 @@ class Site:
     gate: str | None
     mask: str | None
     source: str | None
+    ground: str = ""
+    module: str | None = None
+    frames: tuple[str, ...] = ()
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    mask_kind: str | None = None
+    gate_kind: str | None = None
+    expected: str | None = None
+    remedy: str | None = None
+    kernel: KernelPlan | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the output has, or may have, a gate: where none was looked for it may."""
+        return self.reason != Reason.NO_GATE.value
+
+    def line(self) -> str:
+        """One line for a log: what and where it is, and what became of it."""
+        where = " ".join(part for part in (self.module, self.source) if part)
+        shapes = f"query {self.query}, key {self.key}" if self.query else "not understood"
+        if self.fused:
+            outcome = f"fused: {self.ground}" if self.ground else "fused"
+        else:
+            outcome = f"declined: {self.reason}: {self.detail}"
+        return f"{self.attention} ({self.producer}) at {where or 'an unknown line'}, {shapes}, " + (
+            f"gate {self.gate_kind or 'none'}, mask {self.mask_kind or 'unknown'}: {outcome}"
+        )
 
 
 @dataclass(frozen=True)
@@ -90,18 +140,27 @@ class GraphReport:
         return f"{self.fused} fused, {self.declined} declined: {reasons}"
 
 
-def publish(report: GraphReport, before: str, after: str, config: Config) -> None:
-    """Counts, logs and (with `config.dump`) writes down what happened to one graph.
+def publish(
+    report: GraphReport,
+    before: str,
+    after: str,
+    config: Config,
+    record: dict[str, Any] | None = None,
+) -> None:
+    """Counts, logs, traces and (with `config.dump`) writes down what happened to one graph.
 
-    `before` and `after` are the graph's text before and after the pass. Counts go to
-    `torch._dynamo.utils.counters["fusion_pass"]`. A folder that cannot be written warns once.
+    `before` and `after` are the graph's text before and after the pass, `record` what
+    `dump.Recorder` noted of it. Counts go to `torch._dynamo.utils.counters["fusion_pass"]`. A
+    folder that cannot be written warns once.
     """
     number = next(_graph_numbers)
     _count(report)
     configure_logging(config)
     _log(report, number)
+    if report.sites:
+        trace_artifact(ARTIFACT, lambda: json.dumps(report.to_dict(), indent=2))
     if config.dump is not None:
-        _dump(report, before, after, config.dump, number)
+        dump.write(config.dump, number, report.to_dict(), before, after, record)
 
 
 def fused_so_far() -> int:
@@ -134,20 +193,4 @@ def _log(report: GraphReport, number: int) -> None:
     level = logging.INFO if report.sites else logging.DEBUG
     _logger.log(level, "graph %d: %s", number, report.summary())
     for site in report.sites:
-        _logger.debug("graph %d: %s", number, site)
-
-
-def _dump(report: GraphReport, before: str, after: str, folder: str, number: int) -> None:
-    stem = os.path.join(folder, f"graph-{os.getpid()}-{number}")
-    texts = {
-        "before.txt": before,
-        "after.txt": after,
-        "report.json": json.dumps(report.to_dict(), indent=2) + "\n",
-    }
-    try:
-        os.makedirs(folder, exist_ok=True)
-        for suffix, text in texts.items():
-            with open(f"{stem}.{suffix}", "w", encoding="utf-8") as file:
-                file.write(text)
-    except OSError as error:
-        warn_once(f"fusion_pass cannot dump graphs to {folder!r}: {error}")
+        _logger.debug("graph %d: %s", number, site.line())

@@ -8,8 +8,10 @@ from typing import cast
 import torch
 from torch.fx import Node
 
+from .activation import activation_of
 from .attention import Attention
 from .layout import same_shape
+from .paged import OpaqueAttention
 from .reason import Decline, Reason
 from .sigmoid import Sigmoid, sigmoid_behind
 from .trace import CAST, Operand, aten, forward, has_tensor, shape, source, tensor, widened
@@ -31,7 +33,7 @@ class Gate:
     sigmoid: Sigmoid
 
 
-def find_gate(attention: Attention) -> Gate | Decline:
+def find_gate(attention: Attention | OpaqueAttention) -> Gate | Decline:
     """The gate that is the only use of an attention's output."""
     reached = _reach_product(attention)
     if isinstance(reached, Decline):
@@ -49,14 +51,11 @@ def find_gate(attention: Attention) -> Gate | Decline:
         )
     sigmoid = sigmoid_behind(Operand(gate, layout))
     if sigmoid is None:
-        return Decline(
-            Reason.NOT_SIGMOID,
-            f"the output is multiplied by {gate.name} ({gate.target}), which is not a sigmoid",
-        )
+        return _refuse_activation(gate)
     return _refuse_dtypes(attention, product.node, sigmoid) or Gate(_rounded(product), sigmoid)
 
 
-def _reach_product(attention: Attention) -> tuple[Node, Operand] | Decline:
+def _reach_product(attention: Attention | OpaqueAttention) -> tuple[Node, Operand] | Decline:
     """Follow the output through whatever rearranges or widens it to its multiplication."""
     current = attention.result
     while True:
@@ -99,6 +98,16 @@ def _other_factor(product: Node, arriving: Node) -> Node | Decline:
     return cast(Node, others[0])
 
 
+def _refuse_activation(gate: Node) -> Decline:
+    found = activation_of(gate)
+    named = f"the gate is {found}: " if found else ""
+    return Decline(
+        Reason.NOT_SIGMOID,
+        f"{named}the output is multiplied by {gate.name} ({gate.target}), which is not a sigmoid",
+        found,
+    )
+
+
 def _rounded(product: Operand) -> Operand:
     """The cast of a float32 product to a narrower dtype, if that is its only use."""
     users = list(product.node.users)
@@ -108,7 +117,9 @@ def _rounded(product: Operand) -> Operand:
     return Operand(users[0], product.layout) if narrow else product
 
 
-def _refuse_dtypes(attention: Attention, product: Node, sigmoid: Sigmoid) -> Decline | None:
+def _refuse_dtypes(
+    attention: Attention | OpaqueAttention, product: Node, sigmoid: Sigmoid
+) -> Decline | None:
     """The product must be in the attention's dtype or in float32: its rounding is known."""
     own = tensor(attention.result.node).dtype
     if tensor(product).dtype not in (own, torch.float32):

@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +19,7 @@ from torch._dynamo.utils import counters
 
 import fusion_pass
 from fusion_pass.config import Config, warn_once
-from fusion_pass.report import GraphReport, Site, publish
+from fusion_pass.report import ARTIFACT, GraphReport, Site, TensorInfo, publish
 
 FUSED = Site(
     attention="sdpa_1",
@@ -28,7 +33,30 @@ FUSED = Site(
     gate="bfloat16[8, 1, 16, 256]",
     mask="bool[1, 1, 1, 512]",
     source="model.py:7",
+    tensors={"query": TensorInfo("bfloat16", (8, "s0"), (2, 1))},
 )
+SITE_KEYS = [
+    "attention",
+    "producer",
+    "fused",
+    "reason",
+    "detail",
+    "query",
+    "key",
+    "value",
+    "gate",
+    "mask",
+    "source",
+    "ground",
+    "module",
+    "frames",
+    "tensors",
+    "mask_kind",
+    "gate_kind",
+    "expected",
+    "remedy",
+    "kernel",
+]
 
 
 def declined(reason: str) -> Site:
@@ -45,6 +73,15 @@ def declined(reason: str) -> Site:
         mask=None,
         source=None,
     )
+
+
+def own(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Without those of torch's structured trace, which pytest captures too."""
+    return [record for record in caplog.records if record.name == "fusion_pass"]
+
+
+def as_json(report: GraphReport) -> Any:
+    return json.loads(json.dumps(report.to_dict()))
 
 
 @pytest.fixture(autouse=True)
@@ -67,13 +104,19 @@ def test_summary(sites: tuple[Site, ...], summary: str) -> None:
 
 def test_json_is_stable() -> None:
     report = GraphReport((FUSED, declined("silu")))
-    data = json.loads(json.dumps(report.to_dict()))
+    data = as_json(report)
     assert list(data) == ["schema", "fusion_pass", "torch", "fused", "declined", "sites"]
-    assert data["schema"] == 1
+    assert data["schema"] == 2
     assert data["fusion_pass"] == fusion_pass.__version__
     assert data["torch"] == torch.__version__
     assert (data["fused"], data["declined"]) == (1, 1)
-    assert tuple(Site(**site) for site in data["sites"]) == report.sites
+    first, second = data["sites"]
+    assert list(first) == list(second) == SITE_KEYS
+    assert (first["fused"], first["source"], first["reason"]) == (True, "model.py:7", None)
+    assert (second["fused"], second["reason"]) == (False, "silu")
+    assert first["tensors"] == {
+        "query": {"dtype": "bfloat16", "shape": [8, "s0"], "stride": [2, 1]}
+    }
 
 
 def test_counters_add_up_over_graphs() -> None:
@@ -95,9 +138,9 @@ def test_a_graph_without_attention_is_not_counted() -> None:
 def test_one_info_line_a_graph_that_has_an_attention(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "fusion_pass")
     publish(GraphReport((FUSED, declined("silu"))), "", "", Config())
-    (info,) = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    (info,) = [r.getMessage() for r in own(caplog) if r.levelno == logging.INFO]
     assert info.endswith("1 fused, 1 declined: silu x1")
-    details = [r.getMessage() for r in caplog.records if r.levelno == logging.DEBUG]
+    details = [r.getMessage() for r in own(caplog) if r.levelno == logging.DEBUG]
     assert len(details) == 2
     assert "sdpa_1" in details[0]
     assert "the output goes to silu" in details[1]
@@ -106,7 +149,53 @@ def test_one_info_line_a_graph_that_has_an_attention(caplog: pytest.LogCaptureFi
 def test_no_info_line_for_a_graph_without_attention(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "fusion_pass")
     publish(GraphReport(()), "", "", Config())
-    assert [record.levelno for record in caplog.records] == [logging.DEBUG]
+    assert [record.levelno for record in own(caplog)] == [logging.DEBUG]
+
+
+def test_a_line_tells_where_and_why() -> None:
+    site = replace(declined("silu"), module="layers.3.attn", source="model.py:7", gate_kind="silu")
+    line = site.line()
+    for part in (
+        "sdpa_2",
+        "cpu-flash",
+        "layers.3.attn",
+        "model.py:7",
+        "gate silu",
+        "declined: silu",
+    ):
+        assert part in line
+    assert line.endswith("declined: silu: the output goes to silu")
+    assert FUSED.line().endswith(": fused")
+    assert replace(FUSED, ground="it pays").line().endswith("fused: it pays")
+
+
+def test_torchs_structured_trace_gets_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[tuple[dict[str, str], str]] = []
+
+    def trace(kind: str, metadata_fn: Callable[[], Any], payload_fn: Callable[[], str]) -> None:
+        assert kind == "artifact"
+        traced.append((metadata_fn(), payload_fn()))
+
+    monkeypatch.setattr(torch._logging._internal, "trace_structured", trace)
+    report = GraphReport((FUSED,))
+    publish(report, "", "", Config())
+    ((metadata, payload),) = traced
+    assert metadata == {"name": ARTIFACT, "encoding": "json"}
+    assert json.loads(payload) == as_json(report)
+
+
+def test_a_trace_is_written_where_torch_is_told_to(tmp_path: Path) -> None:
+    """The artefact is in the log that tlparse reads."""
+    program = f"""
+from fusion_pass.config import Config
+from fusion_pass.report import GraphReport, Site, publish
+publish(GraphReport(({replace(FUSED, tensors={})!r},)), "", "", Config())
+"""
+    environment = os.environ | {"TORCH_TRACE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    text = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert f'"name": "{ARTIFACT}"' in text
+    assert '"source": "model.py:7"' in text
 
 
 def test_dump_writes_the_graph_before_and_after_and_the_report(tmp_path: Path) -> None:
@@ -126,7 +215,7 @@ def test_dump_writes_the_graph_before_and_after_and_the_report(tmp_path: Path) -
     texts = {path.name: path.read_text() for path in Path(str(config.dump)).iterdir()}
     assert {texts[f"{stem}.before.txt"] for stem in stems} == {"graph before", "second before"}
     assert {texts[f"{stem}.after.txt"] for stem in stems} == {"graph after", "second after"}
-    assert all(json.loads(texts[f"{stem}.report.json"]) == report.to_dict() for stem in stems)
+    assert all(json.loads(texts[f"{stem}.report.json"]) == as_json(report) for stem in stems)
 
 
 def test_nothing_is_written_without_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,207 @@
+"""`python -m fusion_pass show`: the graphs in a dump folder as one self-contained HTML page."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fusion_pass.dump_format import KERNELS, REPORT, SCHEMA
+
+_PAGE = Path(__file__).parent / "page"
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+
+
+class ShowError(Exception):
+    """A folder holds nothing that can be shown; the message says what to do."""
+
+
+def write_page(folder: Path, output: Path) -> str:
+    """Writes the page of the dump in `folder` to `output`; what it shows, in one line.
+
+    Raises:
+        ShowError: `folder` holds no readable report.
+        OSError: `output` cannot be written.
+    """
+    data = collect(folder)
+    output.write_text(render(data), encoding="utf-8")
+    sites = [site for graph in data["graphs"] for site in graph["sites"]]
+    fused = sum(site["fused"] for site in sites)
+    return f"{fused} of {len(sites)} attentions fused, in {len(data['graphs'])} graphs: {output}"
+
+
+def render(data: dict[str, Any]) -> str:
+    """The page that shows what `collect` returned."""
+    parts = {
+        "STYLE": (_PAGE / "style.css").read_text(encoding="utf-8"),
+        "DATA": _embedded(data),
+        "SCRIPT": "\n".join(
+            path.read_text(encoding="utf-8") for path in sorted(_PAGE.glob("*.js"))
+        ),
+    }
+    template = (_PAGE / "page.html").read_text(encoding="utf-8")
+    return re.sub("@([A-Z]+)@", lambda match: parts[match[1]], template)
+
+
+def _embedded(data: dict[str, Any]) -> str:
+    """JSON that no text in it can end or open as HTML, wherever it comes from."""
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
+    return re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """What the page shows of a dump: its graphs in order, the strings of their nodes, and sources.
+
+    A graph that cannot be read is told in "notes".
+
+    Raises:
+        ShowError: `folder` holds no readable report.
+    """
+    if not folder.is_dir():
+        raise ShowError(f"{folder} is no folder; run the model with FUSION_PASS_DUMP={folder}")
+    strings = _Strings()
+    graphs, notes, versions = [], [], set[str]()
+    for path in sorted(_reports(folder), key=_order):
+        try:
+            report = json.loads(path.read_text(encoding="utf-8"))
+            graphs.append(_graph(path, report, strings))
+            versions.add(f"fusion_pass {report['fusion_pass']}, torch {report['torch']}")
+        except (OSError, *_MALFORMED) as error:
+            notes.append(f"{path.name} cannot be read: {type(error).__name__}: {error}")
+    if not graphs:
+        raise ShowError(
+            notes[0] if notes else f"{folder} holds no graph-*.report.json; is it a dump's folder?"
+        )
+    idle = sum(not graph["sites"] for graph in graphs)
+    if idle:
+        notes.append(f"Graphs without any attention, not shown: {idle}.")
+    return {
+        "versions": "; ".join(sorted(versions)),
+        "graphs": [graph for graph in graphs if graph["sites"]],
+        "strings": strings.all,
+        "sources": _sources(folder),
+        "notes": notes,
+    }
+
+
+def _reports(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.iterdir() if REPORT.fullmatch(path.name))
+
+
+def _order(path: Path) -> tuple[int, int]:
+    match = REPORT.fullmatch(path.name)
+    assert match is not None
+    return int(match["process"]), int(match["number"])
+
+
+class _Strings:
+    """Every string once, by its place in `all`."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+        self._places: dict[str, int] = {}
+
+    def place(self, text: str | None) -> int:
+        """Where `text` stands; -1 for None."""
+        if text is None:
+            return -1
+        if text not in self._places:
+            self._places[text] = len(self.all)
+            self.all.append(str(text))
+        return self._places[text]
+
+
+def _graph(path: Path, report: dict[str, Any], strings: _Strings) -> dict[str, Any]:
+    """One graph as the page takes it; without its nodes where the dump has none that are known."""
+    process, number = _order(path)
+    sites = [dict(site) for site in report["sites"]]
+    graph: dict[str, Any] = {
+        "title": f"Graph {number} of process {process}",
+        "summary": f"{report['fused']} fused, {report['declined']} declined",
+        "sites": sites,
+        "packed": [],
+        "before": [],
+        "after": [],
+        "changes": {},
+    }
+    for site in sites:
+        site["attention"], site["fused"] = str(site["attention"]), bool(site["fused"])
+        site["reason"] = None if site["fused"] else str(site["reason"])
+    if sites:
+        record = _record(path)
+        if record is None:
+            graph["note"] = "The dump does not hold this graph's nodes in a form that is known."
+        else:
+            _add_nodes(graph, record, strings)
+    return graph
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    beside = path.with_name(path.name.replace(".report.json", ".graph.json"))
+    if not beside.is_file():
+        return None
+    record: dict[str, Any] = json.loads(beside.read_text(encoding="utf-8"))
+    return record if record["schema"] == SCHEMA else None
+
+
+def _add_nodes(graph: dict[str, Any], record: dict[str, Any], strings: _Strings) -> None:
+    places: dict[str, int] = {}
+    for state in ("before", "after"):
+        for node in record[state]:
+            packed = _packed(node, strings)
+            key = json.dumps(packed)
+            if key not in places:
+                places[key] = len(graph["packed"])
+                graph["packed"].append(packed)
+            graph[state].append(places[key])
+    graph["changes"] = {change["attention"]: change for change in record["sites"]}
+    modules = {node["name"]: node["module"] for node in record["before"]}
+    for site in graph["sites"]:
+        site.setdefault("module", modules.get(site["attention"]))
+
+
+def _packed(node: dict[str, Any], strings: _Strings) -> list[Any]:
+    """A node as places of strings; page/1_data.js reads it."""
+    outputs = node["outputs"]
+    first = outputs[0] if outputs else None
+    fields = (
+        node["name"],
+        node["op"],
+        node["target"],
+        node["args"],
+        ", ".join(f"{made['dtype']}[{_list(made['shape'])}]" for made in outputs) or None,
+        f"({_list(first['stride'])})" if first and first["stride"] is not None else None,
+        first["device"] if first else None,
+        node["source"],
+        node["module"],
+    )
+    inputs = [[strings.place(name), strings.place(role)] for name, role in node["inputs"]]
+    return [*map(strings.place, fields), inputs]
+
+
+def _list(sizes: list[Any]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def _sources(folder: Path) -> dict[str, list[dict[str, str]]]:
+    """The functions of every file of kernels, by the file's name."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if not KERNELS.fullmatch(path.name):
+            continue
+        try:
+            found[path.name] = list(_functions(path.read_text(encoding="utf-8")))
+        except (OSError, SyntaxError, *_MALFORMED):
+            found[path.name] = []
+    return found
+
+
+def _functions(source: str) -> Iterator[dict[str, str]]:
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(part.lineno for part in node.decorator_list)])
+            yield {"name": node.name, "code": "\n".join(lines[first - 1 : node.end_lineno])}

@@ -1,0 +1,135 @@
+"""Naming the activation of a gate that is no sigmoid. Only reports rest on it."""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import cast
+
+from torch.fx import Node
+
+from .trace import CAST, aten, constant, has_tensor, source
+
+_POINTWISE = {
+    aten.abs.default,
+    aten.add.Tensor,
+    aten.clamp.default,
+    aten.clamp_max.default,
+    aten.clamp_min.default,
+    aten.div.Tensor,
+    aten.erf.default,
+    aten.exp.default,
+    aten.expm1.default,
+    aten.gt.Scalar,
+    aten.log1p.default,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.mul.Tensor,
+    aten.neg.default,
+    aten.pow.Tensor_Scalar,
+    aten.reciprocal.default,
+    aten.relu.default,
+    aten.rsub.Scalar,
+    aten.sigmoid.default,
+    aten.sub.Tensor,
+    aten.tanh.default,
+    aten.where.self,
+    CAST,
+}
+_REDUCTIONS = (aten.amax.default, aten.sum.dim_IntList)
+_PROJECTIONS = (
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.mm.default,
+    aten.slice.Tensor,
+    getitem,
+)
+_FARTHEST = 24
+
+
+def activation_of(gate: Node) -> str | None:
+    """What a user calls the function that makes `gate`, such as "silu"; None if it is not known.
+
+    "no activation" where nothing but arrangement is between a gate and the operator before it.
+    """
+    cone = _cone(gate)
+    targets = {node.target for node in cone} - {CAST}
+    if not targets:
+        return _of_root(_plain(gate))
+    if any(before.target in _REDUCTIONS for node in cone for before in node.all_input_nodes):
+        return "softmax" if aten.exp.default in targets else None
+    for name, wanted in _NAMES:
+        if wanted <= targets:
+            return name
+    return _of_sigmoid(cone)
+
+
+_NAMES = (
+    ("mish", {aten.log1p.default, aten.tanh.default}),
+    ("softplus", {aten.log1p.default}),
+    ("gelu", {aten.erf.default}),
+    ("gelu", {aten.tanh.default, aten.mul.Tensor, aten.add.Tensor}),
+    ("tanh", {aten.tanh.default}),
+    ("hardswish", {aten.clamp_min.default, aten.clamp_max.default, aten.mul.Tensor}),
+    ("hardsigmoid", {aten.clamp_min.default, aten.clamp_max.default}),
+    ("elu", {aten.expm1.default}),
+    ("relu", {aten.relu.default}),
+    ("relu", {aten.clamp_min.default}),
+)
+
+
+def _of_root(root: Node) -> str | None:
+    """What a gate is that nothing pointwise is done to."""
+    if root.target is aten._softmax.default:
+        return "softmax"
+    is_given = root.op in ("placeholder", "get_attr") or root.target in _PROJECTIONS
+    return "no activation" if is_given else None
+
+
+def _of_sigmoid(cone: list[Node]) -> str | None:
+    """Whether the sigmoid in a cone, spelled out or not, is multiplied by its own argument."""
+    targets = {node.target for node in cone}
+    arguments = {_root(node) for node in cone if node.target is aten.sigmoid.default}
+    spelled_out = {aten.exp.default, aten.neg.default} <= targets
+    if spelled_out:
+        arguments |= {_root(node) for node in cone if node.target is aten.neg.default}
+    if not arguments:
+        return "exp" if targets - {CAST} == {aten.exp.default} else None
+    for node in cone:
+        if node.target not in (aten.mul.Tensor, aten.div.Tensor):
+            continue
+        if any(factor in arguments for factor in map(_plain, node.args)):
+            return "silu"
+        if any(constant(factor) not in (None, 1.0) for factor in node.args):
+            return "a sigmoid with a factor"
+    return "a sigmoid with an offset" if aten.add.Tensor in targets and not spelled_out else None
+
+
+def _cone(gate: Node) -> list[Node]:
+    """The pointwise operators between `gate` and what it is computed from, at most _FARTHEST."""
+    pending: list[Node] = [gate]
+    cone: dict[Node, None] = {}
+    while pending and len(cone) < _FARTHEST:
+        node = pending.pop(0)
+        if node in cone:
+            continue
+        if (origin := source(node)) is not None and node.target is not CAST:
+            pending.append(origin)
+        elif node.op == "call_function" and node.target in _POINTWISE:
+            cone[node] = None
+            pending += [cast(Node, argument) for argument in node.args if has_tensor(argument)]
+    return list(cone)
+
+
+def _root(node: Node) -> Node:
+    """What `node` reads, before casts and arrangement."""
+    return _plain(node.args[0]) if node.args and has_tensor(node.args[0]) else node
+
+
+def _plain(value: object) -> Node:
+    node = cast(Node, value)
+    while has_tensor(node):
+        origin = cast(Node, node.args[0]) if node.target is CAST else source(node)
+        if origin is None:
+            break
+        node = origin
+    return node

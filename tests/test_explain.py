@@ -1,0 +1,475 @@
+"""`explain`: what it finds in programs of every kind, that it changes nothing, what it prints."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention.flex_attention import flex_attention
+
+import fusion_pass
+from fusion_pass import Config, Explanation, assert_fused, explain, explanation, provenance
+from fusion_pass.demo_model import Decoder, Sizes
+from fusion_pass.patterns import Decline, Reason
+from fusion_pass.patterns.reason import EXPECTED
+from fusion_pass.report import GraphReport, Site
+
+B, H, HKV, S, D = 2, 4, 2, 48, 32
+SIZES = Sizes(
+    batch=B,
+    layers=2,
+    hidden=32,
+    query_heads=H,
+    kv_heads=HKV,
+    head_dim=D,
+    capacity=S,
+    vocabulary=64,
+)
+
+Program = Callable[..., Tensor]
+
+
+def inputs(device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    """Query, K, V, a boolean mask and a gate."""
+    sizes = ((B, H, 1, D), (B, HKV, S, D), (B, HKV, S, D))
+    query, key, value = (torch.zeros(size, dtype=dtype, device=device) for size in sizes)
+    keep = torch.ones(B, 1, 1, S, dtype=torch.bool, device=device)
+    return query, key, value, keep, torch.zeros(B, 1, H * D, dtype=dtype, device=device)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Tensor:
+    """(B, 1, H * D), before the gate."""
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=keep, enable_gqa=True)
+    return output.transpose(1, 2).reshape(query.shape[0], 1, -1)
+
+
+def gated_by(activation: Callable[[Tensor], Tensor]) -> Program:
+    def program(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, gate: Tensor) -> Tensor:
+        return attend(query, key, value, keep) * activation(gate)
+
+    return program
+
+
+def program(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, gate: Tensor) -> Tensor:
+    return attend(query, key, value, keep) * torch.sigmoid(gate)
+
+
+def in_two_graphs(*operands: Tensor) -> Tensor:
+    first = program(*operands)
+    torch._dynamo.graph_break()
+    return program(*operands) + first
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU makes of SDPA depends on its kind."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def only(found: Explanation) -> Site:
+    (site,) = found.sites
+    return site
+
+
+class TestWhatIsFound:
+    def test_everything_about_a_fusion(self) -> None:
+        found = explain(program, *inputs(), device="cuda")
+        site = only(found)
+        assert (site.fused, site.producer, site.reason) == (True, "cpu-flash", None)
+        assert (site.mask_kind, site.gate_kind) == ("boolean", "sigmoid")
+        assert site.tensors["query"].shape == (B, H, 1, D)
+        assert site.tensors["key"].shape == site.tensors["value"].shape == (B, HKV, S, D)
+        assert site.tensors["key"].stride == (HKV * S * D, S * D, D, 1)
+        assert site.tensors["mask"].dtype == "bool"
+        assert site.tensors["gate"].dtype == "bfloat16"
+        assert [frame.rpartition(" in ")[2] for frame in site.frames] == ["program", "attend"]
+        assert site.source is not None
+        assert site.source.startswith(f"{__file__}:")
+        assert site.kernel is not None
+        assert site.kernel.config["block_d"] == D
+        assert site.ground == "structural: the mask tells the dead keys of a static cache"
+        assert found.all_fused
+
+    def test_bytes_and_launches_of_one_without_copies(self) -> None:
+        kernel = only(explain(program, *inputs(), device="cuda")).kernel
+        assert kernel is not None
+        once = 2 * (B * H * D) + 2 * 2 * (B * HKV * S * D) + B * S + 2 * (B * H * D)
+        assert kernel.bytes_before == once + 2 * (B * H * D)
+        partials = B * H * kernel.config["num_splits"] * (D + 2) * 4
+        assert kernel.bytes_after == once + partials
+        assert (kernel.launches_before, kernel.launches_after, kernel.launches_saved) == (2, 2, 0)
+
+    def test_bytes_and_launches_of_repeated_k_and_v(self) -> None:
+        def repeating(*operands: Tensor) -> Tensor:
+            query, key, value, keep, gate = operands
+            wide = [states.repeat_interleave(H // HKV, 1) for states in (key, value)]
+            return program(query, *wide, keep, gate)
+
+        site = only(explain(repeating, *inputs(), device="cuda"))
+        assert site.tensors["key"].shape == (B, HKV, S, D)
+        kernel, plain = site.kernel, only(explain(program, *inputs(), device="cuda")).kernel
+        assert kernel is not None
+        assert plain is not None
+        assert kernel.bytes_before is not None
+        assert plain.bytes_before is not None
+        stored = 2 * 2 * (B * HKV * S * D)
+        assert kernel.bytes_before == plain.bytes_before + (H // HKV) * stored
+        assert kernel.bytes_after == plain.bytes_after
+        assert kernel.launches_saved == 2
+
+    def test_modules_by_their_path(self) -> None:
+        model = Decoder(SIZES).to(torch.bfloat16)
+        token, position = torch.zeros(B, dtype=torch.int64), torch.tensor([3])
+        found = explain(model, token, position=position, device="cuda")
+        paths = [f"layers.{layer}.attention" for layer in range(2)]
+        assert [site.module for site in found.sites] == paths
+        assert str(found).count("layers.*.attention x2") == 1
+        assert found.fused == 2
+        assert not model.layers[0].attention.key_cache.any()
+
+    @pytest.mark.parametrize(
+        ("activation", "name"),
+        [
+            (F.silu, "silu"),
+            (F.gelu, "gelu"),
+            (lambda gate: F.gelu(gate, approximate="tanh"), "gelu"),
+            (torch.tanh, "tanh"),
+            (F.relu, "relu"),
+            (F.softplus, "softplus"),
+            (F.mish, "mish"),
+            (F.hardsigmoid, "hardsigmoid"),
+            (F.hardswish, "hardswish"),
+            (F.elu, "elu"),
+            (torch.exp, "exp"),
+            (lambda gate: gate.softmax(-1), "softmax"),
+            (lambda gate: 2 * torch.sigmoid(gate), "a sigmoid with a factor"),
+            (lambda gate: 1 + torch.sigmoid(gate), "a sigmoid with an offset"),
+            (lambda gate: gate, "no activation"),
+            (torch.sin, None),
+        ],
+    )
+    def test_the_name_of_another_gate(
+        self, activation: Callable[[Tensor], Tensor], name: str | None
+    ) -> None:
+        site = only(explain(gated_by(activation), *inputs(), device="cuda"))
+        assert (site.reason, site.gate_kind) == ("gate-not-sigmoid", name)
+        assert site.detail.startswith(f"the gate is {name}: " if name else "the output is")
+        assert site.expected == "sigmoid(gate)"
+        assert site.remedy
+        # What would be read is known all the same.
+        assert site.tensors["key"].shape == (B, HKV, S, D)
+        assert site.mask_kind == "boolean"
+
+    def test_an_attention_without_gate_is_reported_and_is_not_asked_for(self) -> None:
+        def half(*operands: Tensor) -> Tensor:
+            return program(*operands) + (attend(*operands[:4]) + operands[4])
+
+        found = explain(half, *inputs(), device="cuda")
+        assert [site.reason for site in found.sites] == [None, "no-gate"]
+        assert (found.fused, found.gated, len(found.sites)) == (1, 1, 2)
+        assert found.all_fused
+        assert found.summary().endswith("; 1 without a gate")
+
+    def test_graph_breaks(self) -> None:
+        found = explain(in_two_graphs, *inputs(), device="cuda")
+        assert [graph.fused for graph in found.graphs] == [1, 1]
+
+    def test_inference_mode(self) -> None:
+        with torch.inference_mode():
+            assert explain(program, *inputs(), device="cuda").fused == 1
+
+    def test_subgraphs_of_flex_attention(self) -> None:
+        def flex(*operands: Tensor) -> Tensor:
+            query, key, value, _, gate = operands
+            output = flex_attention(query, key, value, enable_gqa=True)
+            assert isinstance(output, Tensor)
+            return output.transpose(1, 2).flatten(2) * torch.sigmoid(gate)
+
+        found = explain(flex, *inputs(), device="cuda")
+        assert [graph.fused for graph in found.graphs] == [1]
+        assert only(found).producer == "flex"
+
+    def test_training(self) -> None:
+        with torch.enable_grad():
+            query, *rest = inputs()
+            found = explain(program, query.requires_grad_(), *rest, device="cuda")
+        assert {site.reason for site in found.sites} == {"training"}
+
+    def test_symbolic_sizes(self) -> None:
+        found = explain(program, *inputs(), device="cuda", dynamic=True)
+        # The number of heads is a symbol then.
+        assert only(found).reason == "attention-layout"
+        json.dumps(found.to_dict())
+
+    def test_marks_of_dynamic_sizes_hold(self) -> None:
+        query, key, value, keep, gate = inputs()
+        for states in (key, value):
+            torch._dynamo.mark_dynamic(states, 2)
+        torch._dynamo.mark_dynamic(keep, 3)
+        site = only(explain(program, query, key, value, keep, gate, device="cuda"))
+        batch, _, length, _ = site.tensors["key"].shape
+        assert batch == B
+        assert isinstance(length, str)
+        assert site.kernel is None or site.kernel.bytes_before is None
+
+    def test_what_cannot_be_known_without_data_stops_the_trace(self) -> None:
+        def reading(*operands: Tensor) -> Tensor:
+            output = program(*operands)
+            if output.sum().item() > 0:
+                output = output + 1
+            return program(*operands) + output
+
+        found = explain(reading, *inputs(), device="cuda")
+        assert found.fused >= 1
+        assert found.stopped is not None
+        assert not found.all_fused
+        assert "stopped early" in str(found)
+
+    def test_nothing_to_trace(self) -> None:
+        found = explain(lambda number: number + 1, 1)
+        assert found.graphs == ()
+        assert not found.all_fused
+        assert "no graph was traced" in str(found)
+
+
+class TestDevices:
+    def test_an_assumed_gpu_is_named(self) -> None:
+        found = explain(program, *inputs(), device="cuda")
+        assert found.is_assumed
+        assert found.device == "NVIDIA H200"
+        assert any("Profitability was assumed" in note for note in found.notes)
+        assert "NVIDIA H200 (assumed)" in str(found)
+
+    @pytest.mark.parametrize("device", ["meta", "fake cuda"])
+    def test_tensors_without_data_are_meant_for_a_gpu(self, device: str) -> None:
+        with FakeTensorMode():
+            fake = inputs("cuda")
+        found = explain(program, *(inputs("meta") if device == "meta" else fake))
+        assert found.fused == 1
+        assert found.is_assumed
+
+    def test_a_cpu_is_rewritten_only_if_asked_for(self) -> None:
+        found = explain(program, *inputs())
+        assert only(found).reason == "device"
+        assert any('device="cuda"' in note for note in found.notes)
+        asked = explain(program, *inputs(), config=Config(devices=("cpu",)))
+        assert asked.fused == 1
+        assert only(asked).kernel is None
+        assert asked.device == "CPU"
+
+    def test_an_unknown_device(self) -> None:
+        with pytest.raises(ValueError, match="tpu"):
+            explain(program, *inputs(), device="tpu")
+
+    def test_a_pass_that_is_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FUSION_PASS", "0")
+        assert "switched off" in str(explain(program, *inputs(), device="cuda"))
+
+
+class TestWhatIsGiven:
+    def test_compiled_functions_methods_and_modules(self) -> None:
+        class Model(nn.Module):
+            def forward(self, *operands: Tensor) -> Tensor:
+                return program(*operands)
+
+        model = Model()
+        for given in (
+            torch.compile(program),
+            torch.compile(model),
+            model.forward,
+            torch.compile(model.forward),
+        ):
+            assert explain(given, *inputs(), device="cuda").fused == 1
+
+    def test_what_cannot_be_copied(self) -> None:
+        with pytest.raises(TypeError, match=r"cannot be copied.*lock"):
+            explain(lambda query, lock: query, inputs()[0], threading.Lock())
+
+    def test_tensors_that_share_memory_still_do(self) -> None:
+        def tied(first: Tensor, second: Tensor) -> Tensor:
+            assert first is second
+            return first + second
+
+        query = inputs()[0]
+        found = explain(tied, query, query, device="cuda")
+        assert not any("no graph was traced" in note for note in found.notes)
+
+    def test_a_pass_of_the_users_runs_first(self) -> None:
+        seen: list[str] = []
+
+        class Users(torch._inductor.custom_graph_pass.CustomGraphPass):
+            def __call__(self, graph: torch.fx.Graph) -> None:
+                seen.append(str(graph))
+
+            def uuid(self) -> str:
+                return "a user's"
+
+        with torch._inductor.config.patch(post_grad_custom_pre_pass=Users()):
+            assert explain(program, *inputs(), device="cuda").fused == 1
+        assert len(seen) == 1
+        assert "gated_decode_attention" not in seen[0]
+
+
+class TestNothingChanges:
+    def test_no_code_is_generated_and_nothing_is_counted(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise AssertionError("code was generated")
+
+        monkeypatch.setattr(torch._inductor.graph.GraphLowering, "run", refuse)
+        assert explain(program, *inputs(), device="cuda").fused == 1
+        assert not counters["fusion_pass"]
+
+    def test_arguments_keep_their_data(self) -> None:
+        def writing(cache: Tensor, *operands: Tensor) -> Tensor:
+            cache.add_(1)
+            torch._dynamo.graph_break()
+            return program(*operands)
+
+        cache = torch.zeros(3)
+        assert explain(writing, cache, *inputs(), device="cuda").fused == 1
+        assert not cache.any()
+
+    def test_a_compile_after_it_is_as_without(self) -> None:
+        for _ in range(torch._dynamo.config.recompile_limit + 1):
+            assert explain(program, *inputs(), config=Config(devices=("cpu",))).fused == 1
+        options = {"fusion_pass.devices": ("cpu",)}
+        compiled = torch.compile(program, backend="fusion_pass", options=options, fullgraph=True)
+        operands = inputs(dtype=torch.float32)
+        torch.testing.assert_close(compiled(*operands), program(*operands))
+        assert counters["fusion_pass"] == {"fused": 1}
+
+    def test_what_was_compiled_before_stays(self) -> None:
+        compiled = torch.compile(program, backend="eager")
+        compiled(*inputs())
+        frames = counters["stats"]["unique_graphs"]
+        explain(program, *inputs(), device="cuda")
+        traced = counters["stats"]["unique_graphs"]
+        compiled(*inputs())
+        assert counters["stats"]["unique_graphs"] == traced > frames
+
+
+class TestAssertFused:
+    def test_every_gated_attention(self) -> None:
+        assert assert_fused(program, *inputs(), device="cuda").fused == 1
+        with pytest.raises(AssertionError, match="the gate is silu"):
+            assert_fused(gated_by(F.silu), *inputs(), device="cuda")
+
+    def test_a_number(self) -> None:
+        assert_fused(in_two_graphs, *inputs(), device="cuda", expected=2)
+        assert_fused(gated_by(F.silu), *inputs(), device="cuda", expected=0)
+        with pytest.raises(AssertionError, match="1 attentions would be fused, not 2"):
+            assert_fused(program, *inputs(), device="cuda", expected=2)
+
+
+SITE = Site(
+    attention="sdpa",
+    producer="cudnn",
+    fused=False,
+    reason="gate-not-sigmoid",
+    detail="the gate is <silu>",
+    query="",
+    key="",
+    value="",
+    gate=None,
+    mask=None,
+    source="/some/where/models/qwen/modeling.py:7",
+    module="model.layers.0.<b>attn</b>",
+    expected="sigmoid(gate)",
+)
+
+
+def explained(*sites: Site) -> Explanation:
+    return Explanation((GraphReport(sites),), "NVIDIA H200", False, (), None)
+
+
+class TestForms:
+    def test_json_is_stable(self) -> None:
+        data = explained(SITE, replace(SITE, fused=True, reason=None)).to_dict()
+        assert list(data) == [
+            "schema",
+            "fusion_pass",
+            "torch",
+            "device",
+            "assumed",
+            "notes",
+            "stopped",
+            "fused",
+            "gated",
+            "graphs",
+        ]
+        assert data["schema"] == explanation.SCHEMA == 1
+        assert data["fusion_pass"] == fusion_pass.__version__
+        assert (data["fused"], data["gated"]) == (1, 2)
+        assert data["graphs"][0][0]["module"] == SITE.module
+        assert json.loads(json.dumps(data)) == data | {
+            "graphs": json.loads(json.dumps(data["graphs"]))
+        }
+
+    def test_layers_that_differ_in_their_number_share_a_row(self) -> None:
+        layers = [replace(SITE, module=f"model.layers.{n}.attn") for n in range(64)]
+        other = replace(SITE, module="model.layers.64.attn", detail="another", reason="scale")
+        text = str(explained(*layers, other))
+        assert text.count("model.layers.*.attn x64") == 1
+        assert text.count("model.layers.64.attn") == 1
+        assert text.count("modeling.py:7") == 2
+        assert "models/qwen/modeling.py:7" in text
+        assert "0 of 65 gated attentions would be fused" in text
+
+    def test_a_page_holds_the_table_escaped_and_loads_nothing(self) -> None:
+        page = explained(SITE).to_html()
+        assert "<b>" not in page
+        assert "&lt;b&gt;attn" in page
+        assert "the gate is &lt;silu&gt;" in page
+        assert "http" not in page
+
+    def test_no_attention(self) -> None:
+        found = explained()
+        assert not found.all_fused
+        assert "no attention was found" in str(found)
+        assert "<table>" not in found.to_html()
+
+
+@pytest.mark.parametrize(
+    ("spelled", "path"),
+    [
+        ("L['self'].model.layers.3.self_attn", "model.layers.3.self_attn"),
+        ("L['args'][0].model.layers.3.self_attn", "model.layers.3.self_attn"),
+        ("L['self']._modules['layers']._modules['3']", "layers.3"),
+        ("L['self'].layers[3].attention", "layers.3.attention"),
+        ("L['self'].experts['left']", "experts.left"),
+        ("L['self']", None),
+    ],
+)
+def test_module_paths(spelled: str, path: str | None) -> None:
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["nn_module_stack"] = {"outer": ("L['self']", nn.Module), "one": (spelled, nn.Module)}
+    assert provenance.module_path(node) == path
+
+
+def test_a_node_that_tells_nothing() -> None:
+    node = torch.fx.Graph().placeholder("x")
+    assert provenance.module_path(node) is None
+    assert provenance.frames(node) == ()
+
+
+def test_what_was_found_may_be_left_out() -> None:
+    assert Decline(Reason.SCALE, "detail").found is None
+    assert Decline(Reason.SCALE, "detail").expected == EXPECTED[Reason.SCALE]
