@@ -19,6 +19,7 @@ from bench import entries, geometry, peers
 from bench.ahead import compile_ahead
 from bench.entries import Entry
 from bench.geometry import GEOMETRIES, Geometry
+from bench.operands import Truth
 from bench.peers import PEERS, Peer
 from bench.results import candidates, failed
 from bench.session import Session, parser, tell
@@ -83,6 +84,7 @@ def compare(session: Session, compared: Sequence[Entry]) -> dict[str, Any]:
     """Capture each entry, check its result, and time those that are right, interleaved."""
     torch._dynamo.reset()
     arms: list[Arm] = []
+    outputs: dict[str, tuple[Truth, torch.Tensor]] = {}
     refused: dict[str, dict[str, Any]] = {}
     details: dict[str, dict[str, Any]] = {}
     for entry in compared:
@@ -99,7 +101,13 @@ def compare(session: Session, compared: Sequence[Entry]) -> dict[str, Any]:
             continue
         details[entry.name] = {"error": float(f"{error:.4g}")}
         arms.append(Arm(entry.name, captured.replay))
+        outputs[entry.name] = entry.truth, captured.output
     summaries = interleave(with_null(arms), session.clock, seconds=0.4)
+    for name, (truth, output) in outputs.items():
+        # A graph whose operands were gone would have been timed at something else.
+        if not (error := truth.error(output)) <= truth.bound:
+            refused[name] = failed(f"wrong after it was timed: error {error:.2e}")
+            del summaries[name]
     return candidates(summaries, refused, details)
 
 

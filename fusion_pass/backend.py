@@ -61,6 +61,10 @@ def enable(**settings: Any) -> AbstractContextManager[None]:
     For code that calls `torch.compile` itself. `settings` are fields of `Config`. A nested
     `enable` replaces the outer one's settings. What was compiled before is not compiled again.
 
+    Inductor asks a pass once and then compiles what the pass left, so that here, as with the pass
+    in Inductor's slot, a kernel that does not compile is raised; only the backend, which calls the
+    compiler itself, can compile the graph again without the fusion.
+
     Raises:
         ConfigError: an unknown or invalid setting, at the call.
     """

@@ -11,8 +11,15 @@ from torch.fx import Graph, Node
 
 from fusion_pass import inductor
 from fusion_pass.config import Config
-from fusion_pass.launch import Problem, Unlaunchable, choose, device_limits
-from fusion_pass.patterns import Decline, GatedAttention, Mask, Reason
+from fusion_pass.launch import (
+    LaunchConfig,
+    Limits,
+    Problem,
+    Unlaunchable,
+    choose,
+    device_limits,
+)
+from fusion_pass.patterns import Decline, GatedAttention, GatedOpaque, Mask, Reason
 from fusion_pass.patterns.trace import source, tensor
 
 _STRIDE_READERS = (
@@ -29,12 +36,16 @@ MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 512, 8
 
 @dataclass(frozen=True)
 class Context:
-    """What the guards look at besides the match: the graph, the settings and the way of running."""
+    """What the guards look at besides the match: the graph, the settings and the way of running.
+
+    `assumed` is the GPU that the graph is judged for, whatever device its tensors are on.
+    """
 
     graph: Graph
     config: Config
     is_inference: bool
     numerics: str
+    assumed: Limits | None = None
 
     @cached_property
     def _mutations(self) -> tuple[tuple[Node, Node], ...]:
@@ -43,11 +54,14 @@ class Context:
             (node, storage_root(written)) for node in self.graph.nodes for written in _written(node)
         )
 
-    def mutated_before(self, operand: Node, reader: Node) -> bool:
-        """Whether the storage of `operand` is written after it is made and before `reader`."""
-        root = storage_root(operand)
+    def mutated_before(self, operand: Node, reader: Node, since: Node | None = None) -> bool:
+        """Whether the storage of `operand` is written before `reader`.
+
+        Only what is written after `since` counts, or after `operand` is made.
+        """
+        root, first = storage_root(operand), since or operand
         return any(
-            written is root and operand < writer < reader for writer, written in self._mutations
+            written is root and first < writer < reader for writer, written in self._mutations
         )
 
 
@@ -119,15 +133,16 @@ def _mixed_devices(match: GatedAttention, context: Context) -> Decline | None:
 
 def _device(match: GatedAttention, context: Context) -> Decline | None:
     device = tensor(match.attention.query.node).device
-    if device.type not in context.config.devices:
+    kind = context.assumed.kind if context.assumed else device.type
+    if kind not in context.config.devices:
         return Decline(
             Reason.DEVICE,
-            f"it runs on {device.type}; the setting devices is {', '.join(context.config.devices)}",
+            f"it runs on {kind}; the setting devices is {', '.join(context.config.devices)}",
         )
-    if device.type == "cpu":
+    if kind == "cpu":
         return _ahead_of_time()
     try:
-        choose(_problem(match), device_limits(device))
+        kernel_config(match, context)
     except Unlaunchable as unsupported:
         return Decline(Reason.DEVICE, str(unsupported))
     return None
@@ -139,6 +154,18 @@ def _ahead_of_time() -> Decline | None:
     return Decline(
         Reason.DEVICE, "a package for the CPU cannot hold the operator, which is Python there"
     )
+
+
+def kernel_config(match: GatedAttention, context: Context) -> LaunchConfig | None:
+    """The kernels' configuration for `match` on its GPU or the assumed one; None on a CPU.
+
+    Raises:
+        Unlaunchable: the kernels are not made for the GPU.
+    """
+    device = tensor(match.attention.query.node).device
+    if context.assumed is None and device.type == "cpu":
+        return None
+    return choose(_problem(match), context.assumed or device_limits(device))
 
 
 def _problem(match: GatedAttention) -> Problem:
@@ -217,7 +244,8 @@ def _group(match: GatedAttention, context: Context) -> Decline | None:
     )
 
 
-def _numerics(match: GatedAttention, context: Context) -> Decline | None:
+def numerics(match: GatedAttention | GatedOpaque, context: Context) -> Decline | None:
+    """What eager torch rounds at every step is not computed by the kernels."""
     if context.numerics != "eager" or not match.gate.sigmoid.is_spelled_out:
         return None
     return Decline(
@@ -227,7 +255,7 @@ def _numerics(match: GatedAttention, context: Context) -> Decline | None:
     )
 
 
-def _strides(match: GatedAttention, context: Context) -> Decline | None:
+def strides(match: GatedAttention | GatedOpaque, context: Context) -> Decline | None:
     """The result is contiguous, whatever the product's strides were."""
     pending, seen = [match.gate.product.node], set[Node]()
     while pending:
@@ -262,7 +290,7 @@ _GUARDS: tuple[Callable[[GatedAttention, Context], Decline | None], ...] = (
     _head_dim,
     _group,
     _device,
-    _numerics,
-    _strides,
+    numerics,
+    strides,
     _mutation,
 )

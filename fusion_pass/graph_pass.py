@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,25 @@ import torch
 import torch._inductor.config as inductor_config
 from torch.fx import Graph, Node
 
-from fusion_pass import __version__, eligibility, inductor, lowering, patterns, rewrite
+from fusion_pass import (
+    __version__,
+    description,
+    eligibility,
+    eligibility_opaque,
+    inductor,
+    lowering,
+    patterns,
+    profitability,
+    rewrite,
+    rewrite_paged,
+    selfcheck,
+)
 from fusion_pass.config import Config, ConfigError
+from fusion_pass.dump import Recorder
 from fusion_pass.inductor import InferenceGraphPass, traced_for_inference
-from fusion_pass.patterns import Decline, GatedAttention, Reason, Recognition
-from fusion_pass.patterns.trace import has_tensor, tensor
+from fusion_pass.launch import Limits
+from fusion_pass.patterns import Decline, GatedAttention, GatedOpaque, Reason, Recognition
+from fusion_pass.profitability import Verdict
 from fusion_pass.report import GraphReport, Site, publish
 
 _logger = logging.getLogger("fusion_pass")
@@ -46,19 +60,45 @@ class GatedAttentionPass(InferenceGraphPass):
         """
         if not self.config.enabled:
             return
-        candidates = [node for node in graph.nodes if patterns.may_be_attention(node)]
-        before = str(graph) if self.config.dump else ""
+        recorder = Recorder(graph) if self.config.dump else None
+        visited = recorder.visited if recorder is not None else None
+        report = self.rewrite(graph, is_inference, visited=visited)
+        try:
+            if recorder is None:
+                publish(report, "", "", self.config)
+            else:
+                publish(report, recorder.before, recorder.after, self.config, recorder.record())
+        except Exception as fault:
+            if self.config.strict:
+                raise
+            _logger.warning("what became of a graph is not told: %s", fault, exc_info=True)
+
+    def rewrite(
+        self,
+        graph: Graph,
+        is_inference: bool | None = None,
+        *,
+        assumed: Limits | None = None,
+        visited: Callable[[Node], None] | None = None,
+    ) -> GraphReport:
+        """Rewrite `graph` in place without counting, logging or dumping it.
+
+        `assumed` is the GPU to judge for, if not the one that the tensors are on; `visited` is
+        called with each node that may be an attention once it is done.
+        """
         if is_inference is None:
             is_inference = traced_for_inference()
         numerics = "eager" if inductor_config.emulate_precision_casts else self.config.numerics
-        context = eligibility.Context(graph, self.config, is_inference, numerics)
-        sites = [self._visit(graph, node, context) for node in candidates]
-        report = GraphReport(tuple(site for site in sites if site is not None))
-        after = str(graph) if self.config.dump else ""
-        publish(report, before, after, self.config)
+        context = eligibility.Context(graph, self.config, is_inference, numerics, assumed)
+        sites = []
+        for node in [node for node in graph.nodes if patterns.may_be_attention(node)]:
+            sites.append(self._visit(graph, node, context))
+            if visited is not None:
+                visited(node)
+        return GraphReport(tuple(site for site in sites if site is not None))
 
     def uuid(self) -> Any | None:
-        """What the rewrite depends on: sources, torch and triton, settings, GPUs and adapters.
+        """What the rewrite depends on: sources, versions, settings, GPUs, tables and adapters.
 
         None, which switches Inductor's caches off, where the GPUs cannot be asked for, and where
         a log or a dump is wanted: the pass does not see a graph that comes from a cache.
@@ -69,104 +109,93 @@ class GatedAttentionPass(InferenceGraphPass):
         if gpus is None:
             return None
         versions = torch.__version__, inductor.triton_version()
+        tables = profitability.identity(self.config, tuple(name for name, *_ in gpus))
         adapters = patterns.adapters()
-        return source_digest(), versions, self.config.cache_key(), gpus, adapters
+        return source_digest(), versions, self.config.cache_key(), gpus, tables, adapters
 
     def _visit(self, graph: Graph, node: Node, context: eligibility.Context) -> Site | None:
         """Fuse the attention at `node`, if it is one and can be; a fault leaves the graph alone."""
-        site = _unknown(node)
+        site = description.unknown(node)
         try:
             found = patterns.recognise(node)
             if found is None:
                 return None
-            site = _describe(found)
-            refusal = self._fuse(graph, found, context)
+            site = description.describe(found)
+            return self._fuse(graph, found, site, context)
         except Exception as fault:
             if self.config.strict:
                 raise
             _logger.warning("%s is left as it was: %s", node.name, fault, exc_info=True)
             refusal = Decline(Reason.INTERNAL, f"{type(fault).__name__}: {fault}")
-        if refusal is None:
-            return replace(site, fused=True)
-        return replace(site, reason=refusal.reason.value, detail=refusal.detail)
+            return description.declined(site, refusal)
 
     def _fuse(
-        self, graph: Graph, found: Recognition, context: eligibility.Context
-    ) -> Decline | None:
-        if refusal := eligibility.check_purpose(context):
-            return refusal
+        self, graph: Graph, found: Recognition, site: Site, context: eligibility.Context
+    ) -> Site:
+        if refusal := eligibility.check_purpose(context) or selfcheck.check():
+            return description.declined(site, refusal)
         match = found.outcome
         if isinstance(match, Decline):
-            return match
+            return description.declined(site, match)
+        if isinstance(match, GatedOpaque):
+            return self._fuse_opaque(graph, match, site, context)
         if refusal := eligibility.check(match, context):
-            return refusal
-        plan = rewrite.plan(match)
+            return description.declined(site, refusal)
+        match = replace(match, pages=eligibility_opaque.readable_pages(match, context))
+        verdict = self._judge(match, context)
+        if not verdict.fuse:
+            return description.declined(site, Decline(Reason.UNPROFITABLE, verdict.ground))
+        plan = rewrite_paged.plan_paged(match) or rewrite.plan(match)
         if isinstance(plan, Decline):
-            return plan
+            return description.declined(site, plan)
         lowering.register()
+        if isinstance(plan, rewrite_paged.PagedPlan):
+            rewrite_paged.fuse_paged(graph, plan, context.numerics)
+            return replace(site, fused=True, ground=verdict.ground)
+        config = eligibility.kernel_config(match, context)
+        fused = description.fused(site, match, verdict.ground, config)
         rewrite.fuse(graph, plan, context.numerics)
-        return None
+        return fused
 
+    def _fuse_opaque(
+        self, graph: Graph, match: GatedOpaque, site: Site, context: eligibility.Context
+    ) -> Site:
+        if refusal := eligibility_opaque.check_opaque(match, context):
+            return description.declined(site, refusal)
+        if self.config.policy == "never":
+            return description.declined(site, Decline(Reason.UNPROFITABLE, 'the policy is "never"'))
+        plan = rewrite_paged.plan_opaque(match)
+        if isinstance(plan, Decline):
+            return description.declined(site, plan)
+        lowering.register()
+        rewrite_paged.fuse_opaque(graph, plan, context.numerics)
+        return replace(site, fused=True, ground="its operator has a gated form")
 
-def _unknown(node: Node) -> Site:
-    """An attention of which nothing is known but its node."""
-    target = str(node.target)
-    return Site(node.name, target, False, None, "", "", "", "", None, None, None)
-
-
-def _describe(found: Recognition) -> Site:
-    """The attention and its operands before any rewriting, not fused so far."""
-    attention = found.attention
-    match = found.outcome if isinstance(found.outcome, GatedAttention) else None
-    stored = match.key_value if match else None
-    return Site(
-        attention=found.node.name,
-        producer=attention.producer if attention else str(found.node.target),
-        fused=False,
-        reason=None,
-        detail="",
-        query=_spell(attention.query.node) if attention else "",
-        key=_spell(stored.key.node if stored else attention.key.node) if attention else "",
-        value=_spell(stored.value.node if stored else attention.value.node) if attention else "",
-        gate=_spell(match.gate.sigmoid.argument.node) if match else None,
-        mask=", ".join(map(_spell, match.mask.inputs)) if match and match.mask else None,
-        source=_source(found.node),
-    )
-
-
-def _spell(node: Node) -> str:
-    if not has_tensor(node):
-        return ""
-    value = tensor(node)
-    dtype = str(value.dtype).removeprefix("torch.")
-    return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
-
-
-def _source(node: Node) -> str | None:
-    """The innermost line of the user's code that calls the attention, as `file:line`."""
-    trace = node.meta.get("stack_trace")
-    if not trace:
-        return None
-    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    if not lines:
-        return None
-    file, _, rest = lines[-1].removeprefix("File ").partition(", line ")
-    return f"{file.strip(chr(34))}:{rest.partition(',')[0]}"
+    def _judge(self, match: GatedAttention, context: eligibility.Context) -> Verdict:
+        """Whether fusing pays; on an assumed GPU, of which nothing is measured, it does."""
+        policy = self.config.policy
+        if context.assumed is None or policy != "measured":
+            return profitability.decide(match, policy, profitability.table_for(match, self.config))
+        saving = profitability.structural_saving(match)
+        return Verdict(True, f"structural: {saving}" if saving else "assumed, not measured")
 
 
 @functools.cache
 def source_digest() -> str:
-    """A hash of the version and of every source file of fusion_pass and fusion_pass.patterns."""
+    """A hash of the version and of every file of fusion_pass and fusion_pass.patterns."""
     digest = hashlib.sha256(__version__.encode())
-    for path in sorted(_sources()):
-        digest.update(b"\0" + path.name.encode() + b"\0" + path.read_bytes())
+    for root in _packages():
+        for path in sorted(root.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                name = path.relative_to(root).as_posix()
+                digest.update(b"\0" + name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
-def _sources() -> Iterable[Path]:
+def _packages() -> Iterable[Path]:
     for module in (rewrite, patterns):
         assert module.__file__ is not None
-        yield from Path(module.__file__).parent.rglob("*.py")
+        yield Path(module.__file__).parent
 
 
 @functools.cache

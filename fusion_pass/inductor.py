@@ -6,13 +6,14 @@ import functools
 import importlib.metadata
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._guards
 import torch._inductor.config
+import torch._logging._internal
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.exc import InductorError
@@ -142,3 +143,12 @@ def compiles_ahead_of_time() -> bool:
 
     # Unset, it is a placeholder that is true.
     return V.aot_compilation is True
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Puts JSON text into torch's structured trace (`TORCH_TRACE`), if one is being written."""
+    torch._logging._internal.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "json"},
+        payload_fn=payload,
+    )

@@ -201,4 +201,9 @@ def capture(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = call()
-    return Captured(graph.replay, output)
+
+    def replay(_kept: object = call) -> None:
+        # The graph's kernels read what the call refers to, which must live as long as the graph.
+        graph.replay()
+
+    return Captured(replay, output)

@@ -35,6 +35,7 @@ STATES: dict[str, dict[str, Any]] = {
     "on": CPU,
     "eager": CPU | {"numerics": "eager"},
     "fp32": CPU | {"numerics": "fp32"},
+    "never": CPU | {"policy": "never"},
     "both devices": {"devices": ["cuda", "cpu"]},
     "other device": {"devices": ["cuda"]},
 }
@@ -78,6 +79,9 @@ def observe(compile):
 
 answer = {}
 with torch.no_grad():
+    if task["adapter"]:
+        from fusion_pass import register_attention
+        register_attention(torch.ops.aten.erfinv.default, lambda node: None)
     if task["load"]:
         torch.compiler.load_cache_artifacts(Path(task["load"]).read_bytes())
     if task["stock first"]:
@@ -139,6 +143,7 @@ class World:
         load: bool = False,
         save: bool = False,
         stock_first: bool = False,
+        adapter: bool = False,
     ) -> dict[str, Any]:
         """What a new process with the package in `root` sees in each state in turn."""
         task = {
@@ -147,6 +152,7 @@ class World:
             "save": str(self.artifacts) if save else None,
             "program": str(self.program),
             "stock first": stock_first,
+            "adapter": adapter,
         }
         environment = {k: v for k, v in os.environ.items() if not k.startswith("FUSION_PASS")}
         environment |= {
@@ -212,7 +218,7 @@ def test_each_setting_gets_its_own_code(cold: dict[str, Any]) -> None:
     assert cold["on"]["result"] == cold["both devices"]["result"] == numerics["compiled"]
     assert cold["eager"]["result"] == numerics["eager"]
     assert cold["fp32"]["result"] == numerics["fp32"]
-    assert cold["off"]["result"] == cold["other device"]["result"]
+    assert cold["off"]["result"] == cold["other device"]["result"] == cold["never"]["result"]
 
 
 def test_equal_settings_are_served_from_the_caches(
@@ -263,9 +269,23 @@ def test_another_package_is_not_served_this_ones_code(
     assert seen["off"]["result"] == cold["off"]["result"]
 
 
+def test_a_registered_adapter_is_not_served_the_code_without_it(
+    world: World, cold: dict[str, Any]
+) -> None:
+    seen = world.run(world.package("adapter"), "on", adapter=True)
+    assert seen["uuid"] != cold["uuid"]
+    assert served(seen["on"]) == "miss"
+    assert seen["on"]["calls"] == 1
+
+
 def test_saved_artifacts_serve_another_machine(world: World, cold: dict[str, Any]) -> None:
-    seen = world.run(world.package("mega"), "on", "off", "eager", caches="elsewhere", load=True)
-    for name in ("on", "off", "eager"):
+    states = ("on", "off", "eager")
+    root = world.package("mega")
+    seen = world.run(root, *states, caches="elsewhere", load=True, stock_first=True)
+    # Before the library is imported, its artifacts are there and serve nobody.
+    assert not seen["imported"]
+    assert (seen["stock"]["calls"], seen["stock"]["result"]) == (0, cold["off"]["result"])
+    for name in states:
         assert served(seen[name]) == "hit"
         assert seen[name]["calls"] == (name in FUSED)
         assert seen[name]["result"] == cold[name]["result"]
@@ -291,13 +311,20 @@ def digest() -> str:
 
 
 def test_the_identity_covers_every_source_file(package: Path) -> None:
-    sources = sorted(package.rglob("*.py"))
-    assert {"gated_decode.py", "ops.py", "lowering.py", "attention.py"} <= {p.name for p in sources}
+    sources = sorted(path for path in package.rglob("*") if path.is_file())
+    names = {path.name for path in sources}
+    assert {"gated_decode.py", "ops.py", "attention.py", "store.py", "page.html"} <= names
     digests = {digest()}
     for path in sources:
         path.write_bytes(path.read_bytes() + b"\n")
         digests.add(digest())
     assert len(digests) == 1 + len(sources)
+    before = digest()
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "ops.pyc").write_bytes(b"compiled")
+    assert digest() == before
+    (package / "ops.py").rename(package / "kernels" / "ops.py")
+    assert digest() != before
 
 
 def test_the_identity_covers_torch_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,6 +383,8 @@ def test_the_identity_ignores_what_is_only_told() -> None:
         "enabled",
         "devices",
         "numerics",
+        "policy",
+        "table",
         "dump",
         "log",
         "strict",

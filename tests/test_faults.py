@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from torch._subclasses import FakeTensor
 
 from fusion_pass import (
     GatedAttentionPass,
+    description,
     eligibility,
+    enable,
     graph_pass,
     inductor,
     launch,
@@ -73,8 +76,8 @@ def inject(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
         "recognition": (patterns, "recognise"),
         "eligibility": (eligibility, "check"),
         "planning": (rewrite, "plan"),
-        "rewriting": (rewrite, "_check_result"),
-        "describing": (graph_pass, "_source"),
+        "rewriting": (rewrite, "check_result"),
+        "describing": (description, "describe"),
     }[where]
     monkeypatch.setattr(module, name, fail)
 
@@ -105,6 +108,24 @@ def test_the_model_compiles_and_gives_stocks_answer(
     assert "injected" in warning.getMessage()
     # Where it happened, for a bug report.
     assert warning.exc_info is not None
+
+
+@torch.no_grad()
+def test_a_fault_in_telling_costs_what_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = torch.compile(gated, backend="fusion_pass", options=CPU)(*operands())
+    torch._dynamo.reset()
+    monkeypatch.setattr(graph_pass, "publish", fail)
+    with caplog.at_level(logging.WARNING, "fusion_pass"):
+        found = torch.compile(gated, backend="fusion_pass", options=CPU)(*operands())
+    assert torch.equal(found, expected)
+    assert "injected" in caplog.text
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="injected"):
+        torch.compile(gated, backend="fusion_pass", options=CPU | {"fusion_pass.strict": True})(
+            *operands()
+        )
 
 
 @torch.no_grad()
@@ -161,6 +182,23 @@ def test_a_kernel_that_does_not_compile_is_raised_where_strict(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("way", ["enable", "slot"])
+def test_a_kernel_that_does_not_compile_is_raised_where_the_backend_is_stocks(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass is not asked again when what it left does not compile; `FUSION_PASS=0` is stock."""
+    break_lowering(monkeypatch)
+    ours: Any = {inductor.SLOT: GatedAttentionPass(devices=("cpu",))} if way == "slot" else {}
+    around = enable(devices=("cpu",)) if way == "enable" else nullcontext()
+    with around, pytest.raises(Exception, match="injected"):
+        torch.compile(gated, options=ours)(*operands())
+    torch._dynamo.reset()
+    monkeypatch.setenv("FUSION_PASS", "0")
+    with enable(devices=("cpu",)):
+        torch.compile(gated)(*operands())
+
+
+@torch.no_grad()
 def test_a_fault_of_the_users_own_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an attention that was fused the failure cannot be ours: nothing is tried again."""
     compiles = []
@@ -179,7 +217,7 @@ def test_a_fault_of_the_users_own_is_raised_once(monkeypatch: pytest.MonkeyPatch
 
 @torch.no_grad()
 def test_one_faulty_attention_does_not_cost_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = rewrite._check_result
+    check = rewrite.check_result
     calls = []
 
     def fail_first(*args: Any) -> None:
@@ -192,7 +230,7 @@ def test_one_faulty_attention_does_not_cost_the_other(monkeypatch: pytest.Monkey
         first = gated(query, key, value, gate).view(2, 4, 1, 16)
         return gated(first, key, value, gate)
 
-    monkeypatch.setattr(rewrite, "_check_result", fail_first)
+    monkeypatch.setattr(rewrite, "check_result", fail_first)
     found = torch.compile(twice, backend="fusion_pass", options=CPU)(*operands())
     expected = twice(*operands())
     exact = twice(*[x.double() for x in operands()])

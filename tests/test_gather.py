@@ -106,7 +106,9 @@ GATHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "slots": lambda cache, table: in_heads(
         cache.view(-1, KV_HEADS, DIM)[
-            (table[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).view(B, -1)
+            (table[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=table.device)).view(
+                B, -1
+            )
         ]
     ),
     "gather": lambda cache, table: (
@@ -115,27 +117,30 @@ GATHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         .expand(B, -1, -1, -1)
         .gather(
             2,
-            (table[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE))
+            (table[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=table.device))
             .view(B, 1, -1, 1)
             .expand(-1, KV_HEADS, -1, DIM),
         )
     ),
 }
 
+
+def positions(like: Tensor) -> Tensor:
+    return torch.arange(LENGTH, device=like.device)
+
+
 MASKS: dict[str, Callable[[Tensor], Tensor | None]] = {
     "none": lambda lengths: None,
-    "lt": lambda lengths: (torch.arange(LENGTH) < lengths[:, None])[:, None, None],
-    "le": lambda lengths: (torch.arange(LENGTH)[None] <= lengths[:, None] - 1)[:, None, None],
-    "gt": lambda lengths: (lengths.view(B, 1, 1, 1) > torch.arange(LENGTH)).expand(-1, 4, -1, -1),
-    "not-ge": lambda lengths: ~(torch.arange(LENGTH) >= lengths[:, None]).view(B, 1, 1, -1),
-    "scalar": lambda lengths: (torch.arange(LENGTH) < 9).view(1, 1, 1, -1),
-    "one-for-all": lambda lengths: (torch.arange(LENGTH) <= lengths[0]).view(1, 1, 1, -1),
+    "lt": lambda lengths: (positions(lengths) < lengths[:, None])[:, None, None],
+    "le": lambda lengths: (positions(lengths)[None] <= lengths[:, None] - 1)[:, None, None],
+    "gt": lambda lengths: (lengths.view(B, 1, 1, 1) > positions(lengths)).expand(-1, 4, -1, -1),
+    "not-ge": lambda lengths: ~(positions(lengths) >= lengths[:, None]).view(B, 1, 1, -1),
+    "scalar": lambda lengths: (positions(lengths) < 9).view(1, 1, 1, -1),
+    "one-for-all": lambda lengths: (positions(lengths) <= lengths[0]).view(1, 1, 1, -1),
     "both": lambda lengths: (
-        (torch.arange(LENGTH) < lengths[:, None]) & (torch.arange(LENGTH) < 6)
+        (positions(lengths) < lengths[:, None]) & (positions(lengths) < 6)
     ).view(B, 1, 1, -1),
-    "int32": lambda lengths: (
-        torch.arange(LENGTH, dtype=torch.int32) < lengths.int()[:, None]
-    ).view(B, 1, 1, -1),
+    "int32": lambda lengths: (positions(lengths).int() < lengths.int()[:, None]).view(B, 1, 1, -1),
 }
 
 

@@ -16,8 +16,8 @@ shift $(($# < 2 ? $# : 2))
 tests=("$@")
 [[ ${#tests[@]} -gt 0 ]] || tests=(
   tests/test_{recognition,decomposed,layout,golden,graph_pass}.py
-  tests/test_{op,reference,launch,aot}.py
-  tests/test_{backend,end_to_end,unchanged,models,modes_of_use,faults,caches}.py
+  tests/test_{op,reference,launch,aot,lowering,generated_code,kernel_interpreter}.py
+  tests/test_{selfcheck,backend,end_to_end,unchanged,models,modes_of_use,faults,caches}.py
 )
 
 if [[ -z $environment ]]; then
