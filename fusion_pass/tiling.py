@@ -12,6 +12,7 @@ import torch
 MAX_SPLITS = 128
 MAX_BLOCK_M = 64
 REDUCE_ELEMENTS = 8192
+LOGITS = 4096
 KIB = 1024
 LONG_CONTEXT = 1 << 20
 SUPPORTED_AMD = ("gfx942", "gfx950", "gfx1200", "gfx1201")
@@ -229,7 +230,8 @@ def _fit_tiles(
 ) -> tuple[int, int, int]:
     """Return (rows, keys, pipeline stages) of a tile, shrunk until it fits."""
     row_bytes = max(block_d, block_v) * problem.dtype.itemsize
-    most_keys = min(128, max(16, tiling.tile_bytes // row_bytes))
+    # More logits a thread than that of a 64 by 64 tile spill registers.
+    most_keys = min(128, LOGITS // most_rows, max(16, tiling.tile_bytes // row_bytes))
     depths = range(tiling.stages, 0, -1)
     for block_m, stages, block_n in itertools.product(
         _halvings(most_rows), depths, _halvings(most_keys)

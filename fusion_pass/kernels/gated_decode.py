@@ -168,6 +168,7 @@ def attend_tile(
     output,
     SCALE: tl.constexpr,
     MASK: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -196,14 +197,20 @@ def attend_tile(
         logits = tl.where(in_range[None, :], logits, float("-inf"))
         key_live = in_range
     else:
-        bias = load_mask(
-            mask_rows[:, None] + (start_64 + tile_keys)[None, :] * stride_mn,
-            in_range[None, :] & mask_row_valid[:, None],
-            MASK,
-        )
+        mask_keys = (start_64 + tile_keys) * stride_mn
+        if MASK_ROWS == 1:
+            row_bias = load_mask(mask_rows + mask_keys, in_range, MASK)
+            bias = row_bias[None, :]
+            key_live = row_bias != float("-inf")
+        else:
+            bias = load_mask(
+                mask_rows[:, None] + mask_keys[None, :],
+                in_range[None, :] & mask_row_valid[:, None],
+                MASK,
+            )
+            key_live = tl.max((bias != float("-inf")).to(tl.int32), axis=0) > 0
         # Selected, not added: a dead key's logit may be NaN.
         logits = tl.where(bias == float("-inf"), float("-inf"), logits + bias)
-        key_live = tl.max((bias != float("-inf")).to(tl.int32), axis=0) > 0
 
     # Natural logarithms: log2(e) times a finfo.min mask would overflow to -inf.
     new_max = tl.maximum(row_max, tl.max(logits, axis=1))
@@ -394,6 +401,7 @@ def gated_decode_split(
             attention,
             SCALE,
             "none",
+            1,
             INPUT_PRECISION,
             HEAD_DIM,
             VALUE_DIM,
@@ -405,8 +413,10 @@ def gated_decode_split(
     if MASK != "none":
         # One mask row serves all rows of the program unless the mask tells them apart.
         mask_row = row_block * BLOCK_M + tl.arange(0, MASK_ROWS)
-        mask_rows = mask + (mask_row // QUERY_TOKENS).to(tl.int64) * stride_mh
-        mask_rows += (mask_row % QUERY_TOKENS).to(tl.int64) * stride_mt
+        mask_rows = mask
+        if MASK_ROWS > 1:
+            mask_rows += (mask_row // QUERY_TOKENS).to(tl.int64) * stride_mh
+            mask_rows += (mask_row % QUERY_TOKENS).to(tl.int64) * stride_mt
         run_length = run_end - run_first
         # Most programs of a causal or padded decode have no partial tile.
         if end - first > run_length:
@@ -431,6 +441,7 @@ def gated_decode_split(
                     attention,
                     SCALE,
                     MASK,
+                    MASK_ROWS,
                     INPUT_PRECISION,
                     HEAD_DIM,
                     VALUE_DIM,

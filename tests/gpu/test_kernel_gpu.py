@@ -128,6 +128,26 @@ def test_shapes(shape: dict[str, Any], generator: torch.Generator) -> None:
     check(tensors, mask)
 
 
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("value_dim", [16, 40, 64])
+@pytest.mark.parametrize("live", [5, 1037, 2272])
+def test_many_rows_over_a_cache_of_unaligned_rows(
+    live: int, value_dim: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """64 query rows a KV head, loads that cannot be asynchronous, NaN before the live keys."""
+    tensors = operands(
+        generator, batch=1, group=64, length=4096, head_dim=40, value_dim=value_dim, dtype=dtype
+    )
+    mask = (torch.arange(4096, device="cuda") >= 4096 - live)[None, None, None]
+    poisoned, clean = list(tensors), list(tensors)
+    for index in (1, 2):
+        for filled, value in ((poisoned, math.nan), (clean, 0.0)):
+            rows = torch.nn.functional.pad(tensors[index], (1, 0), value=value)[..., 1:]
+            rows[..., : 4096 - live, :] = value
+            filled[index] = rows
+    assert torch.equal(run(poisoned, mask), check(clean, mask))
+
+
 @pytest.mark.parametrize("poison", [math.nan, 1e30])
 @pytest.mark.parametrize("splits", [1, 2, 7, 32, 128])
 def test_split_counts_with_poisoned_scratch(

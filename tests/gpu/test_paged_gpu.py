@@ -165,7 +165,7 @@ def test_page_offsets_beyond_32_bits(page_size: int) -> None:
 
 
 def arguments(operands: PagedOperands[Tensor]) -> dict[str, Any]:
-    return {"kv_indptr": None, **operands.given()}
+    return {"kv_indptr": None, **dict(operands.given())}
 
 
 def gated(**given: Any) -> Tensor:
