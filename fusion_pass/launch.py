@@ -49,6 +49,7 @@ __all__ = [
     "float32_precision",
     "interpretable",
     "kernels",
+    "label",
     "launches",
     "problem_of",
     "run",
@@ -64,7 +65,8 @@ _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f
 class Launch:
     """One kernel launch: `kernel[grid](**arguments, **options)`.
 
-    A `dependent` launch may begin before the one before it ends (`launch_pdl` of Triton).
+    A profile calls it `label`. A `dependent` launch may begin before the one before it ends
+    (`launch_pdl` of Triton).
     """
 
     kernel: Any
@@ -72,6 +74,7 @@ class Launch:
     arguments: dict[str, Any]
     num_warps: int
     num_stages: int
+    label: str
     dependent: bool = False
 
     @property
@@ -86,6 +89,13 @@ def kernels() -> ModuleType:
     from fusion_pass.kernels import gated_decode
 
     return gated_decode
+
+
+def label(kernel: str, dim: int, dtype: torch.dtype) -> str:
+    """What a profile calls a kernel for operands of this head_dim and dtype."""
+    from fusion_pass.kernels import naming
+
+    return naming.label(kernel, dim, _DTYPE_NAMES[dtype])
 
 
 def interpretable(*dtypes: torch.dtype) -> bool:
@@ -231,6 +241,7 @@ def launches(
         },
         num_warps=config.split_warps,
         num_stages=config.split_stages,
+        label=label("gated_decode_split", int(head_dim), query.dtype),
     )
     if single:
         return (split,)
@@ -254,6 +265,7 @@ def launches(
         },
         num_warps=config.reduce_warps,
         num_stages=1,
+        label=label("gated_decode_reduce", int(head_dim), query.dtype),
         dependent=config.dependent_launch,
     )
     return split, reduce

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from fusion_pass.paged import ops as paged_ops
 
 if TYPE_CHECKING:
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-    from torch._inductor.ir import TensorBox, UserDefinedTritonKernel
+    from torch._inductor.ir import TensorBox
 
 OPERATOR = torch.ops.fusion_pass.gated_decode_attention.default
 PAGED_OPERATORS = {
@@ -140,17 +141,17 @@ def _empty(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any
 def _emit(step: Launch) -> None:
     """Add one kernel launch to the graph being lowered."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-    from torch._inductor.ir import UserDefinedTritonKernel
 
-    kernel = _configured(step.kernel, step.num_warps, step.num_stages)
-    node_class = _dependent_kernel() if step.dependent else UserDefinedTritonKernel
-    node_class(
-        kernel_idx=kernel_side_table.add_kernel(kernel),
+    node = _labelled_kernel()(
+        kernel_idx=kernel_side_table.add_kernel(
+            _configured(step.kernel, step.num_warps, step.num_stages)
+        ),
         grid=[step.grid],
         tma_descriptor_metadata={},
         kernel_args=step.arguments,
         **keywords_since_214(),
     )
+    node.launch = step
 
 
 @functools.cache
@@ -163,29 +164,38 @@ def keywords_since_214() -> dict[str, Any]:
 
 
 @functools.cache
-def _dependent_kernel() -> type[UserDefinedTritonKernel]:
-    """A kernel whose launch may begin before the one before it ends.
+def _labelled_kernel() -> Any:
+    """A kernel that a profile knows by its launch's label, and that may be launched dependently.
 
-    Inductor compiles with `launch_pdl` where a kernel's metadata asks for it, but offers no way to
-    ask in a user's kernel.
+    Inductor calls a user's kernel by the name in its source. It compiles with `launch_pdl` where a
+    kernel's metadata asks for it, but offers no way to ask in a user's kernel.
     """
     from torch._inductor.ir import UserDefinedTritonKernel
 
-    class DependentTritonKernel(UserDefinedTritonKernel):
+    class LabelledTritonKernel(UserDefinedTritonKernel):
+        launch: Launch
+
         def codegen(self, wrapper: PythonWrapperCodegen) -> None:
             define = wrapper.define_kernel
 
-            def define_dependent(name: str, source: str, *rest: Any, **options: Any) -> None:
-                asked = source.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
-                define(name, asked, *rest, **options)
+            def define_labelled(name: str, source: str, *rest: Any, **options: Any) -> None:
+                define(name, _labelled(source, self.launch), *rest, **options)
 
-            wrapper.define_kernel = define_dependent  # type: ignore[method-assign, assignment]
+            wrapper.define_kernel = define_labelled  # type: ignore[method-assign, assignment]
             try:
                 super().codegen(wrapper)
             finally:
                 del wrapper.define_kernel
 
-    return DependentTritonKernel
+    return LabelledTritonKernel
+
+
+def _labelled(source: str, step: Launch) -> str:
+    """The definition of a kernel under its label; with `launch_pdl` if it is dependent."""
+    source = re.sub(rf"\b{step.kernel.__name__}\b", step.label, source)
+    if step.dependent:
+        source = source.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
+    return source
 
 
 @functools.cache

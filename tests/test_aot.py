@@ -119,7 +119,9 @@ def test_compiles_within_the_shared_memory(target: str, case: str) -> None:
     limits = TARGETS[target]
     for step in build(limits, **CASES[case]):
         assert set(step.arguments) == set(step.kernel.arg_names)
-        assert compile_for(limits, step).metadata.shared <= limits.shared_memory
+        compiled = compile_for(limits, step)
+        assert compiled.metadata.shared <= limits.shared_memory
+        assert compiled.metadata.name == step.label
 
 
 @pytest.mark.parametrize("case", ["qwen", "plain", "filled"])

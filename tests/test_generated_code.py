@@ -107,6 +107,11 @@ def test_it_launches_the_kernels_itself(length: str) -> None:
     code = generated(operands(mode, dynamic=length == "dynamic"), mode)
     compile(code, "generated", "exec")
     assert launched(code) == KERNELS
+    # Under these names a profile shows them.
+    for kernel in KERNELS:
+        label = f"{kernel}_d256_bf16"
+        assert f"async_compile.triton('{label}'" in code
+        assert f"def {label}(" in code
     assert "torch.ops.fusion_pass" not in code
     # K and V are read where they are: what is allocated is the output and float32 scratch.
     allocated = re.findall(r"empty_strided_cuda\(\((.*?)\), .*?(torch\.\w+)\)", code)

@@ -10,6 +10,8 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra.libdevice import exp as accurate_exp
 
+from fusion_pass.kernels.naming import named
+
 if knobs.runtime.interpret:
     # libdevice has no body that the interpreter could run.
     @triton.jit
@@ -267,7 +269,7 @@ def apply_gate(
     return attention * sigmoid
 
 
-@triton.jit
+@triton.jit(repr=named("gated_decode_split"))
 def gated_decode_split(
     query,
     key,
@@ -549,7 +551,7 @@ def attend_to_all(
     return tl.div_rn(output, row_sum)
 
 
-@triton.jit
+@triton.jit(repr=named("gated_decode_reduce"))
 def gated_decode_reduce(
     query,
     key,

@@ -17,6 +17,7 @@ from fusion_pass.kernels.gated_decode import (
     tile_offsets,
     wait_for_split,
 )
+from fusion_pass.kernels.naming import named
 
 
 @triton.jit
@@ -138,7 +139,7 @@ def attend_pages(
     return new_max, row_sums, output
 
 
-@triton.jit
+@triton.jit(repr=named("paged_decode_split"))
 def paged_decode_split(
     query,
     key,
@@ -298,7 +299,7 @@ def paged_decode_split(
     )
 
 
-@triton.jit
+@triton.jit(repr=named("paged_decode_reduce", "VALUE_DIM"))
 def paged_decode_reduce(
     query,
     gate,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_pass.launch import Launch, allocate_scratch, float32_precision
+from fusion_pass.launch import Launch, allocate_scratch, float32_precision, label
 from fusion_pass.operand import Operand, passes_32_bits, plain, static, strides
 from fusion_pass.paged.operands import PagedModes, PagedOperands
 from fusion_pass.tiling import LaunchConfig, Problem, choose, device_limits, next_power_of_2
@@ -143,6 +143,7 @@ def launches(
         },
         num_warps=config.split_warps,
         num_stages=config.split_stages,
+        label=label("paged_decode_split", int(head_dim), query.dtype),
     )
     gate = operands.gate
     sigmoid_dtype = modes.sigmoid_dtype or (gate.dtype if gate else query.dtype)
@@ -171,6 +172,7 @@ def launches(
         },
         num_warps=config.reduce_warps,
         num_stages=1,
+        label=label("paged_decode_reduce", value_dim, query.dtype),
         dependent=config.dependent_launch,
     )
     return split, reduce

@@ -188,7 +188,7 @@ def test_inductor_launches_the_kernels(form: str) -> None:
     assert torch.equal(result, gated(**given))
     lines = [line for line in code.splitlines() if not line.lstrip().startswith("#")]
     for kernel in ("paged_decode_split", "paged_decode_reduce"):
-        assert sum(f"def {kernel}(" in line for line in lines) == 1
+        assert sum(f"def {kernel}_d128_bf16(" in line for line in lines) == 1
     assert not any("torch.ops.fusion_pass" in line for line in lines)
 
 
