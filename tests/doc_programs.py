@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+import fusion_pass
 from fusion_pass.patterns import Attention, Decline, read_attention
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM = 2, 8, 2, 256, 64
+PAGE_SIZE = 16
 
 
 def fused_sdpa(
@@ -86,6 +88,34 @@ def window(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, gate: Tensor
     return output.transpose(1, 2).reshape(gate.shape) * torch.sigmoid(gate)
 
 
+def paged(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    gate: Tensor,
+) -> Tensor:
+    output = fusion_pass.paged_decode_attention(
+        query, k_cache, v_cache, None, block_table, kv_lengths=lengths
+    )
+    return output.flatten(1) * torch.sigmoid(gate)
+
+
+def gathered(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    gate: Tensor,
+) -> Tensor:
+    key, value = (cache[block_table].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))
+    mask = torch.arange(key.shape[2], device=key.device) < lengths[:, None, None, None]
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    return output.transpose(1, 2).reshape(gate.shape) * torch.sigmoid(gate)
+
+
 @dataclass(frozen=True)
 class Page:
     """One page of docs/patterns: its program, what else of its source is shown, and its inputs."""
@@ -114,11 +144,14 @@ def _blocks() -> BlockMask:
 
 
 def pages() -> dict[str, Page]:
-    """The pages by the name of their file."""
+    """The programs by the name of their page, or of their part of one."""
     query, gate = _empty(BATCH, HEADS, 1, DIM), _empty(BATCH, 1, HEADS * DIM)
     stored = [_empty(BATCH, KV_HEADS, LENGTH, DIM) for _ in range(2)]
     wide = [_empty(BATCH, HEADS, LENGTH, DIM) for _ in range(2)]
     mask = _empty(BATCH, 1, 1, LENGTH, dtype=torch.bool)
+    caches = [_empty(64, PAGE_SIZE, KV_HEADS, DIM) for _ in range(2)]
+    table = _empty(BATCH, LENGTH // PAGE_SIZE, dtype=torch.int32)
+    lengths = _empty(BATCH, dtype=torch.int32)
     return {
         "fused-sdpa": Page(fused_sdpa, (query, *stored, mask, gate)),
         "spelled-out": Page(spelled_out, (query, *stored, mask, gate)),
@@ -127,4 +160,6 @@ def pages() -> dict[str, Page]:
         "registered": Page(registered, (query, *stored, gate), (read_attend,)),
         "gate": Page(gate_for_each_head, (query, *wide, _empty(BATCH, 1, HEADS))),
         "operands": Page(window, (query, *stored, mask, gate)),
+        "paged": Page(paged, (query[:, :, 0], *caches, table, lengths, gate[:, 0])),
+        "gathered": Page(gathered, (query, *caches, table, lengths, gate)),
     }
