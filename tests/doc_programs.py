@@ -144,7 +144,7 @@ def _blocks() -> BlockMask:
 
 
 def pages() -> dict[str, Page]:
-    """The programs by the name of their page, or of their part of one."""
+    """The pages by the name of their file."""
     query, gate = _empty(BATCH, HEADS, 1, DIM), _empty(BATCH, 1, HEADS * DIM)
     stored = [_empty(BATCH, KV_HEADS, LENGTH, DIM) for _ in range(2)]
     wide = [_empty(BATCH, HEADS, LENGTH, DIM) for _ in range(2)]
