@@ -31,16 +31,18 @@ def sigmoid_gate_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> T
         x: any shape and strides; bfloat16, float16, float32 or float64.
         gate: before the sigmoid; broadcasts with `x`; any strides, one of the same dtypes.
         out: what to write to, of the broadcast shape and the dtype that `x * gate` has; any
-            strides. It may be `x` or `gate` itself, and may not overlap them otherwise.
+            strides. It may be `x` or `gate` itself, or share their storage.
 
     Returns:
         `out`, or a new tensor with the strides of `x` if that is dense and not broadcast, else
-        contiguous. Differentiable in `x` and `gate`, any number of times.
+        contiguous. Differentiable in `x` and `gate` by `backward` and `torch.autograd.grad`, any
+        number of times; for `torch.func` and forward mode write the plain expression.
 
     Raises:
         TypeError: an operand is no tensor, or a dtype is not supported or not that of the result.
-        ValueError: shapes do not broadcast, `out` has another shape, writes an element twice or
-            overlaps an input, or devices differ.
+        ValueError: shapes do not broadcast, `out` has another shape, two of its elements are one
+            in memory, it is contiguous and overlaps a contiguous input at other indices, or devices
+            differ.
         RuntimeError: a gradient is asked for together with `out`.
     """
     if torch.compiler.is_compiling():
@@ -94,15 +96,66 @@ def _check_out(out: Tensor, shape: torch.Size, dtype: torch.dtype, x: Tensor, ga
         raise ValueError(f"out has shape {tuple(out.shape)}, the product {tuple(shape)}")
     if out.device != x.device:
         raise ValueError(f"out is on {out.device} and x on {x.device}")
-    if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError("out is an expanded tensor, of which elements would be written twice")
+    if _overlaps_itself(out):
+        raise ValueError("elements of out lie over each other and would be written twice")
     for name, operand in (("x", x), ("gate", gate)):
         if _overlaps(out, operand):
             raise ValueError(f"out overlaps {name} without being the same view of it")
 
 
+def _overlaps_itself(view: Tensor) -> bool:
+    """Whether a view's strides may give two of its indices one element."""
+    reach = 0
+    for step, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size > 1 and step <= reach:
+            return True
+        reach += (size - 1) * step
+    return False
+
+
+def _may_share(out: Tensor, operand: Tensor) -> bool:
+    """Whether writing `out` might change elements of `operand` that are still to be read."""
+    if out.device.type == "meta" or out.numel() == 0:
+        return False
+    same = (out.data_ptr(), out.shape, out.stride(), out.dtype) == (
+        operand.data_ptr(),
+        operand.shape,
+        operand.stride(),
+        operand.dtype,
+    )
+    first, last = _span(out)
+    start, end = _span(operand)
+    if same or last <= start or end <= first:
+        return False
+    alike = (out.shape, out.stride(), out.dtype) == (operand.shape, operand.stride(), operand.dtype)
+    apart = (start - first) // out.element_size()
+    return not alike or _is_reached(apart, sorted(zip(out.stride(), out.shape, strict=True)))
+
+
+def _span(view: Tensor) -> tuple[int, int]:
+    """The addresses of a view's first byte and of the one after its last."""
+    reach = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
+    return view.data_ptr(), view.data_ptr() + (reach + 1) * view.element_size()
+
+
+def _is_reached(distance: int, dims: list[tuple[int, int]]) -> bool:
+    """Whether steps of less than each dimension's size, either way, add up to the distance.
+
+    `dims` are strides and sizes, each stride longer than all before it reach.
+    """
+    if not dims:
+        return distance == 0
+    *inner, (step, size) = dims
+    if size == 1:
+        return _is_reached(distance, inner)
+    return any(
+        abs(count) < size and _is_reached(distance - count * step, inner)
+        for count in (distance // step, distance // step + 1)
+    )
+
+
 def _overlaps(out: Tensor, operand: Tensor) -> bool:
-    """Whether two views share elements at different indices, as far as it is cheap to tell."""
+    """Whether two contiguous tensors share elements at different indices."""
     if out.device.type == "meta" or not (out.is_contiguous() and operand.is_contiguous()):
         return False
     starts = [view.data_ptr() for view in (out, operand)]
@@ -114,6 +167,8 @@ def _overlaps(out: Tensor, operand: Tensor) -> bool:
 def _compute(
     x: Tensor, gate: Tensor, out: Tensor | None, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
+    if out is not None and (_may_share(out, x) or _may_share(out, gate)):
+        return out.copy_(_compute(x, gate, None, shape, dtype))
     if not _has_kernel(x, gate, out):
         return _two_kernels(x, gate, out)
     if out is None:

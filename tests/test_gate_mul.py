@@ -153,6 +153,31 @@ def test_bad_input(
         sigmoid_gate_mul(*args, **keywords)
 
 
+def test_an_out_over_the_inputs_at_other_places() -> None:
+    """As if the product were computed first; views that only interleave are written directly."""
+    views = {
+        "shifted": lambda base: (base[0:8:2], base[1:9:2], base[2:10:2]),
+        "transposed": lambda base: (
+            base[:9].view(3, 3),
+            base[9:18].view(3, 3),
+            base[:9].view(3, 3).T,
+        ),
+        "interleaved": lambda base: tuple(base[:18].view(6, 3).unbind(1)),
+    }
+    for name, take in views.items():
+        base = torch.linspace(-3, 3, 20)
+        x, gate, out = take(base)
+        expected = x * torch.sigmoid(gate)
+        assert gate_mul._may_share(out, x) is (name != "interleaved")
+        assert torch.equal(sigmoid_gate_mul(x, gate, out=out), expected), name
+
+
+def test_an_out_that_lies_over_itself() -> None:
+    out = torch.zeros(20).as_strided((3, 4), (1, 1))
+    with pytest.raises(ValueError, match="written twice"):
+        sigmoid_gate_mul(torch.zeros(3, 4), torch.zeros(3, 4), out=out)
+
+
 def test_a_shifted_out() -> None:
     buffer = torch.zeros(10)
     with pytest.raises(ValueError, match="out overlaps x"):
