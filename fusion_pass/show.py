@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def write_page(folder: Path, output: Path) -> str:
     output.write_text(render(data), encoding="utf-8")
     sites = [site for graph in data["graphs"] for site in graph["sites"]]
     fused = sum(site["fused"] for site in sites)
-    return f"{fused} of {len(sites)} attentions fused, in {len(data['graphs'])} graphs: {output}"
+    return f"{fused} of {len(sites)} attentions fused, in {data['extent']}: {output}"
 
 
 def render(data: dict[str, Any]) -> str:
@@ -55,7 +56,8 @@ def _embedded(data: dict[str, Any]) -> str:
 def collect(folder: Path) -> dict[str, Any]:
     """What the page shows of a dump: its graphs in order, the strings of their nodes, and sources.
 
-    A graph that cannot be read is told in "notes".
+    Graphs of one process are a run; runs come in the order in which they began. A graph that cannot
+    be read is told in "notes".
 
     Raises:
         ShowError: `folder` holds no readable report.
@@ -64,7 +66,8 @@ def collect(folder: Path) -> dict[str, Any]:
         raise ShowError(f"{folder} is no folder; run the model with FUSION_PASS_DUMP={folder}")
     strings = _Strings()
     graphs, notes, versions = [], [], set[str]()
-    for path in sorted(_reports(folder), key=_order):
+    runs = _runs(list(_reports(folder)))
+    for path in (path for run in runs.values() for path in run):
         try:
             report = json.loads(path.read_text(encoding="utf-8"))
             graphs.append(_graph(path, report, strings))
@@ -75,12 +78,17 @@ def collect(folder: Path) -> dict[str, Any]:
         raise ShowError(
             notes[0] if notes else f"{folder} holds no graph-*.report.json; is it a dump's folder?"
         )
-    idle = sum(not graph["sites"] for graph in graphs)
+    shown = [graph for graph in graphs if graph["sites"]]
+    idle = len(graphs) - len(shown)
     if idle:
         notes.append(f"Graphs without any attention, not shown: {idle}.")
+    titles = dict(_run_titles(runs))
+    for graph in shown:
+        graph["run"] = titles[graph.pop("process")]
     return {
         "versions": "; ".join(sorted(versions)),
-        "graphs": [graph for graph in graphs if graph["sites"]],
+        "extent": _extent(shown),
+        "graphs": shown,
         "strings": strings.all,
         "sources": _sources(folder),
         "notes": notes,
@@ -95,6 +103,38 @@ def _order(path: Path) -> tuple[int, int]:
     match = REPORT.fullmatch(path.name)
     assert match is not None
     return int(match["process"]), int(match["number"])
+
+
+def _runs(paths: Iterable[Path]) -> dict[int, list[Path]]:
+    """Each process's reports in order, the process that wrote the first one first."""
+    runs: dict[int, list[Path]] = {}
+    for path in sorted(paths, key=_order):
+        runs.setdefault(_order(path)[0], []).append(path)
+    return dict(sorted(runs.items(), key=lambda run: _began(run[1])))
+
+
+def _began(paths: Iterable[Path]) -> float:
+    return min(path.stat().st_mtime for path in paths)
+
+
+def _run_titles(runs: dict[int, list[Path]]) -> Iterator[tuple[int, str]]:
+    """As in "Run of 77 at 12:30:05"; with the date where not all began on one day."""
+    began = {process: time.localtime(_began(paths)) for process, paths in runs.items()}
+    days = {moment[:3] for moment in began.values()}
+    form = "%H:%M:%S" if len(days) == 1 else "%Y-%m-%d %H:%M:%S"
+    for process, moment in began.items():
+        yield process, f"Run of {process} at {time.strftime(form, moment)}"
+
+
+def _extent(graphs: list[dict[str, Any]]) -> str:
+    """As in "3 graphs of 2 runs"."""
+    runs = len({graph["run"] for graph in graphs})
+    of_runs = f" of {_count(runs, 'run')}" if runs > 1 else ""
+    return f"{_count(len(graphs), 'graph')}{of_runs}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class _Strings:
@@ -119,7 +159,8 @@ def _graph(path: Path, report: dict[str, Any], strings: _Strings) -> dict[str, A
     process, number = _order(path)
     sites = [dict(site) for site in report["sites"]]
     graph: dict[str, Any] = {
-        "title": f"Graph {number} of process {process}",
+        "title": f"Graph {number}",
+        "process": process,
         "summary": f"{report['fused']} fused, {report['declined']} declined",
         "sites": sites,
         "packed": [],

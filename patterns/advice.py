@@ -60,7 +60,8 @@ ADVICE: dict[Reason, Advice] = {
     Reason.ATTENTION_LAYOUT: Advice(
         "The operands or the output are not arranged as those of an attention over batch, heads, "
         "tokens and head_dim.",
-        "Keep these four apart: do not reshape across two of them between attention and gate.",
+        "Keep these four apart: do not reshape across two of them between attention and gate. Keep "
+        "the number of heads static: with dynamic=True it may become a symbol.",
     ),
     Reason.KEY_VALUE_LAYOUT: Advice(
         "K and V cannot be read as heads that are shared by the query heads.",

@@ -19,9 +19,11 @@ from .reason import Decline, Reason
 from .softmax import Softmax, softmax_behind
 from .trace import (
     Operand,
+    aten,
     backward,
     forward,
     furthest,
+    has_tensor,
     recast,
     scaling,
     shape,
@@ -31,13 +33,22 @@ from .trace import (
 )
 
 _LOWEST = torch.finfo(torch.float32).min
+# By their schemas: Inductor registers its own when it is imported, which need not be yet.
+_DRAWS = ("prims::inductor_random", "aten::rand", "aten::rand_like", "aten::bernoulli")
+_OF_DRAWS = (
+    aten.gt.Scalar,
+    aten.ge.Scalar,
+    aten.lt.Scalar,
+    aten.le.Scalar,
+    torch.ops.prims.convert_element_type.default,
+)
 
 
 def recognise_decomposed(node: Node) -> Attention | Decline | None:
     """The attention whose second matmul is `node`; None if no softmax is multiplied there."""
     softmax = softmax_behind(cast(Node, node.args[0]))
     if softmax is None:
-        return None
+        return _dropped(cast(Node, node.args[0]))
     weights = _name_axes(softmax.node)
     start = Operand(softmax.node, weights) if weights else None
     arriving = _follow(start, cast(Node, node.args[0])) if start else None
@@ -48,6 +59,32 @@ def recognise_decomposed(node: Node) -> Attention | Decline | None:
     if arriving is None or logits is None or not _is_rows_by(arriving.layout, "query", "key"):
         return _unreadable(node)
     return _assemble(node, softmax, logits, arriving.layout)
+
+
+def _dropped(node: Node) -> Decline | None:
+    """The refusal of softmax weights that dropout thins out; None of anything else."""
+    while has_tensor(node):
+        origin = source(node) or recast(node)
+        if origin is None and scaling(node) is not None:
+            origin = cast(Node, node.args[0])
+        if origin is None:
+            break
+        node = origin
+    if node.target is not aten.mul.Tensor or not all(map(has_tensor, node.args)):
+        return None
+    kept, weights = cast(tuple[Node, Node], node.args)
+    for drawn, dropped in ((kept, weights), (weights, kept)):
+        if _is_random(drawn) and softmax_behind(dropped) is not None:
+            return Decline(Reason.DROPOUT, f"{node.name} drops weights at random")
+    return None
+
+
+def _is_random(node: Node) -> bool:
+    """Whether a value is drawn at random: a draw, compared with a number or cast."""
+    while node.target in _OF_DRAWS:
+        node = cast(Node, node.args[0])
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name in _DRAWS
 
 
 def _assemble(node: Node, softmax: Softmax, logits: Logits, weights: Layout) -> Attention | Decline:

@@ -52,11 +52,7 @@ def read_attention(
     """
     sizes = _sizes(query, key, value)
     if sizes is None:
-        return Decline(
-            Reason.ATTENTION_LAYOUT,
-            f"query, key and value of {node.name} are not (batch, heads, tokens, dim) with key "
-            "and value heads that divide the query's",
-        )
+        return Decline(Reason.ATTENTION_LAYOUT, _misfit(node, query, key, value))
     factor = _scale(scale, sizes.head_dim)
     if factor is None:
         return Decline(Reason.SCALE, f"the scale is {scale}, not a constant")
@@ -92,6 +88,22 @@ def _sizes(query: object, key: object, value: object) -> Sizes | None:
         if (differ(rows, batch) and differ(rows, 1)) or not _divides(stored, heads):
             return None
     return Sizes(batch, heads, tokens, length, head_dim, value_dim)
+
+
+def _misfit(node: Node, *operands: object) -> str:
+    """Why the operands of `node` are not those of an attention."""
+    known = [operand for operand in operands if isinstance(operand, Node) and has_tensor(operand)]
+    heads = {shape(operand)[1] for operand in known if len(shape(operand)) == 4}
+    symbols = sorted(str(size) for size in heads if not isinstance(size, int))
+    if symbols:
+        return (
+            f"the number of heads of {node.name} is a symbol ({', '.join(symbols)}); only the "
+            "batch and the length may be"
+        )
+    return (
+        f"query, key and value of {node.name} are not (batch, heads, tokens, dim) with key and "
+        "value heads that divide the query's"
+    )
 
 
 def _divides(stored: Size, heads: Size) -> bool:

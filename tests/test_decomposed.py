@@ -139,6 +139,18 @@ def test_what_inductor_makes_of_a_scale_that_comes_last(spelling: Spelling) -> N
         assert (found - truth).norm() <= 1.5 * (stock - truth).norm()
 
 
+@pytest.mark.parametrize("spelled_out", [False, True])
+def test_dropout_is_named(spelled_out: bool) -> None:
+    def dropping(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+        if spelled_out:
+            return F.dropout((query @ wide(key).mT).softmax(-1), 0.1) @ wide(value)
+        return F.scaled_dot_product_attention(query, wide(key), wide(value), dropout_p=0.1)
+
+    with torch.no_grad():
+        torch.compile(gated(dropping), backend="fusion_pass", options=OPTIONS)(*inputs())
+    assert counters["fusion_pass"] == {"declined": 1, "declined: dropout": 1}
+
+
 @pytest.mark.parametrize("spelling", [eager, math_path, filled])
 def test_fires_in_bfloat16(spelling: Spelling) -> None:
     args = inputs(torch.bfloat16)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +68,30 @@ def embedded(page: str) -> dict[str, Any]:
     return data
 
 
-def test_graphs_come_in_the_order_in_which_they_were_compiled(tmp_path: Path) -> None:
+def date(folder: Path, stem: str, moment: str) -> None:
+    """Makes a graph's report as old as the local time `moment`."""
+    seconds = time.mktime(time.strptime(moment, "%Y-%m-%d %H:%M:%S"))
+    os.utime(folder / f"{stem}.report.json", (seconds, seconds))
+
+
+@pytest.mark.parametrize(("day", "shown"), [("2026-03-05", ""), ("2026-03-04", "2026-03-0x ")])
+def test_runs_come_as_they_began_and_their_graphs_as_they_were_compiled(
+    tmp_path: Path, day: str, shown: str
+) -> None:
     for number in (10, 9, 2):
         put(tmp_path, f"graph-77-{number}", site("sdpa"))
+        date(tmp_path, f"graph-77-{number}", f"{day} 12:30:{number:02}")
     put(tmp_path, "graph-8-0", site("sdpa"))
-    titles = [graph["title"] for graph in collect(tmp_path)["graphs"]]
-    assert titles == [
-        "Graph 0 of process 8",
-        "Graph 2 of process 77",
-        "Graph 9 of process 77",
-        "Graph 10 of process 77",
+    date(tmp_path, "graph-8-0", "2026-03-05 12:31:07")
+    data = collect(tmp_path)
+    first, second = (shown.replace("x", digit) for digit in "45")
+    assert [(graph["run"], graph["title"]) for graph in data["graphs"]] == [
+        (f"Run of 77 at {first}12:30:02", "Graph 2"),
+        (f"Run of 77 at {first}12:30:02", "Graph 9"),
+        (f"Run of 77 at {first}12:30:02", "Graph 10"),
+        (f"Run of 8 at {second}12:31:07", "Graph 0"),
     ]
+    assert data["extent"] == "4 graphs of 2 runs"
 
 
 def test_graphs_without_attention_are_counted_and_left_out(tmp_path: Path) -> None:
@@ -188,7 +203,7 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_shown(
         put(tmp_path, f"graph-1-{number}", site("sdpa"), before=[node("sdpa")])
     (tmp_path / f"graph-1-0.{suffix}.json").write_text(content)
     data = collect(tmp_path)
-    assert [graph["title"] for graph in data["graphs"]] == ["Graph 1 of process 1"]
+    assert [graph["title"] for graph in data["graphs"]] == ["Graph 1"]
     (note,) = data["notes"]
     assert note.startswith("graph-1-0.report.json cannot be read: ")
 
@@ -224,7 +239,7 @@ class TestCommand:
             check=True,
         )
         page = tmp_path / "index.html"
-        assert result.stdout == f"1 of 2 attentions fused, in 1 graphs: {page}\n"
+        assert result.stdout == f"1 of 2 attentions fused, in 1 graph: {page}\n"
         assert len(embedded(page.read_text())["graphs"]) == 1
 
     def test_writes_where_it_is_told(

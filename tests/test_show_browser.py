@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
 
 LAYERS = 64
 HOSTILE = "</script><img src=x onerror=alert(1)>.self_attn"
+CALLS = {"net.py": "forward", "mine.py": "forward", "glue.py": "dispatch"}
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -76,6 +79,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for node in module.graph.nodes:
         if node.name == f"{ATTENTION}_1":
             node.meta["nn_module_stack"] = {"0": (f"L['self'].{HOSTILE}", None)}
+            node.meta["stack_trace"] = "".join(
+                f'  File "/home/user/{file}", line 7, in {function}\n'
+                for file, function in CALLS.items()
+            )
     GatedAttentionPass(devices=("cpu",), dump=str(folder), strict=True)(module.graph, True)
     write_page(folder, folder / "index.html")
     return folder / "index.html"
@@ -113,6 +120,11 @@ def text(tab: Browser, selector: str) -> str:
     return found
 
 
+def close_what_is_open(tab: Browser) -> None:
+    tab.click("tr.site[aria-expanded=true]")
+    assert tab.run("document.querySelectorAll('.detail').length") == 0
+
+
 def width(tab: Browser) -> tuple[int, int]:
     """What the page needs and what the window has."""
     needed, has = tab.run("[document.documentElement.scrollWidth, innerWidth]")
@@ -126,6 +138,59 @@ def test_opens_with_the_headline_and_every_attention(tab: Browser) -> None:
     assert text(tab, "h1") == "2 of 3 attentions fused"
     assert shown(tab) == ALL
     assert "gate-not-sigmoid" in text(tab, f"tr[data-attention={ATTENTION}_1]")
+
+
+def test_opens_with_the_first_decline_drawn_and_the_culprit_marked(tab: Browser) -> None:
+    assert tab.run("[...document.querySelectorAll('.opened')].length") == 1
+    assert "gate-not-sigmoid" in text(tab, ".detail > .verdict")
+    marked = "[...document.querySelectorAll('.detail .{} .op')].map((op) => op.textContent)"
+    assert tab.run(marked.format("attention")) == ["sdpa_flash_for_cpu"]
+    assert sorted(tab.run(marked.format("culprit"))) == ["mul", "silu"]
+    assert "dashed" in text(tab, "figcaption")
+    dashes = "getComputedStyle(document.querySelector('.culprit rect')).strokeDasharray"
+    assert tab.run(dashes) != "none"
+    tab.click(".detail svg .culprit")
+    assert "gate-not-sigmoid" in text(tab, ".detail .chosen .verdict")
+
+
+def test_opens_the_first_where_all_are_fused(browser: Browser, tmp_path: Path) -> None:
+    GatedAttentionPass(devices=("cpu",), dump=str(tmp_path))(model(2).graph, True)
+    write_page(tmp_path, tmp_path / "index.html")
+    browser.resize(1900, 900)
+    browser.open(tmp_path / "index.html")
+    opened = "document.querySelector('.opened').previousElementSibling.dataset.attention"
+    assert browser.run(opened) == ATTENTION
+    before, after = browser.run(
+        "[...document.querySelectorAll('figure')].map((f) => f.getBoundingClientRect().toJSON())"
+    )
+    assert before["right"] < after["left"]
+    assert before["top"] == after["top"]
+
+
+def test_tells_the_models_own_line_and_the_innermost(tab: Browser) -> None:
+    places = f"[...document.querySelectorAll('tr[data-attention={ATTENTION}_1] .place')]"
+    assert tab.run(f"{places}.map((place) => place.innerText)") == [
+        "user/mine.py:7",
+        "user/glue.py:7",
+    ]
+
+
+def test_groups_the_graphs_of_several_runs(browser: Browser, small: Path, tmp_path: Path) -> None:
+    for path in small.parent.glob("graph-*.json"):
+        _, _, _, *suffixes = re.split("[-.]", path.name)
+        for run in ("7-0", "7-1", "8-0"):
+            shutil.copy2(path, tmp_path / ".".join([f"graph-{run}", *suffixes]))
+    write_page(tmp_path, tmp_path / "index.html")
+    browser.open(tmp_path / "index.html")
+    headings = browser.run("[...document.querySelectorAll('h2')].map((h) => h.innerText)")
+    assert [re.sub(r"\d\d:\d\d:\d\d", "T", heading) for heading in headings] == [
+        "Run of 7 at T2 graphs",
+        "Run of 8 at T1 graph",
+    ]
+    assert text(browser, "#versions").startswith("3 graphs of 2 runs;")
+    browser.type("#text", "no such thing")
+    assert browser.run("[...document.querySelectorAll('h2')].some((h) => h.offsetParent)") is False
+    assert browser.complaints() == []
 
 
 def test_a_hostile_name_is_shown_as_text(tab: Browser) -> None:
@@ -173,6 +238,7 @@ def test_a_declines_reason_is_found_by_clicking_its_node_in_the_graph(tab: Brows
 
 
 def test_a_declines_reason_is_found_by_clicking_its_row_and_its_drawing(tab: Browser) -> None:
+    close_what_is_open(tab)
     tab.click(f"tr[data-attention={ATTENTION}_1]")
     assert "gate-not-sigmoid" in text(tab, ".detail > .verdict")
     tab.click(f".detail svg [data-node={ATTENTION}_1]")
@@ -200,6 +266,7 @@ def test_the_graphs_stand_side_by_side_with_the_difference_marked(tab: Browser) 
 
 
 def test_a_fused_attention_is_drawn_before_and_after_with_its_kernels(tab: Browser) -> None:
+    close_what_is_open(tab)
     tab.click(f"tr[data-attention={ATTENTION}]")
     captions = tab.run("[...document.querySelectorAll('figcaption')].map((c) => c.innerText)")
     assert captions == ["Before", "After"]
@@ -215,7 +282,11 @@ def test_a_fused_attention_is_drawn_before_and_after_with_its_kernels(tab: Brows
     assert {"sdpa_flash_for_cpu", "expand", "clone", "sigmoid", "mul"} <= drawn[0]
     assert "gated_decode_attention" in drawn[1]
     assert "sigmoid" not in drawn[1]
+    assert "why fusing is expected to pay" in text(tab, ".detail > dl .meaning")
     if tab.run("document.querySelectorAll('.launch').length"):
+        tab.click(".launch details summary")
+        tab.run("new Promise((done) => setTimeout(done, 100))")
+        assert "may look at no key" in text(tab, ".launch .meaning")
         tab.click(".launch details.source summary")
         tab.run("new Promise((done) => setTimeout(done, 100))")
         assert "def gated_decode_split(" in text(tab, ".launch details.source pre")
@@ -224,6 +295,7 @@ def test_a_fused_attention_is_drawn_before_and_after_with_its_kernels(tab: Brows
 
 
 def test_works_by_keyboard(tab: Browser) -> None:
+    close_what_is_open(tab)
     tab.run(f"document.querySelector('tr[data-attention={ATTENTION}_1]').focus()")
     tab.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", windowsVirtualKeyCode=13)
     assert "gate-not-sigmoid" in text(tab, ".detail > .verdict")
@@ -240,6 +312,13 @@ def test_a_phone_shows_all_without_scrolling_sideways(tab: Browser, pixels: int)
     assert width(tab) == (pixels, pixels)
     size = tab.run("parseFloat(getComputedStyle(document.querySelector('.diff')).fontSize)")
     assert size >= 11
+    for drawn in tab.run(
+        "[...document.querySelectorAll('.detail svg')].map((svg) => "
+        "svg.getBoundingClientRect().width / svg.viewBox.baseVal.width"
+        " * Math.min(...[...svg.querySelectorAll('text')]"
+        ".map((text) => parseFloat(getComputedStyle(text).fontSize))))"
+    ):
+        assert drawn >= 11
 
 
 def brightness(tab: Browser, selector: str, what: str) -> float:
@@ -252,7 +331,6 @@ def brightness(tab: Browser, selector: str, what: str) -> float:
 @pytest.mark.parametrize(("scheme", "is_dark"), [("light", False), ("dark", True)])
 def test_follows_the_preferred_colours(tab: Browser, scheme: str, is_dark: bool) -> None:
     tab.prefer(scheme)
-    tab.click(f"tr[data-attention={ATTENTION}_1]")
     for selector, ground in (
         ("body", "backgroundColor"),
         (".verdict", "backgroundColor"),
@@ -273,6 +351,8 @@ def test_a_model_of_64_layers_is_small_and_opens_at_once(browser: Browser, tmp_p
     browser.resize(1280, 900)
     browser.open(page)
     assert len(shown(browser)) == LAYERS
+    drawn = browser.run("document.querySelector('.detail .attention .op').textContent")
+    assert drawn == "sdpa_flash_for_cpu"
     loaded = browser.run("performance.getEntriesByType('navigation')[0].loadEventEnd")
     assert 0 < loaded < 2000
     opened = browser.run(

@@ -43,12 +43,14 @@ function disclosure(title, fill, properties = {}) {
   return made;
 }
 
-/** A list of names and values, without those that are empty. */
-function definitions(pairs) {
+/** A list of names and values, without those that are empty; `meanings` explains some names. */
+function definitions(pairs, meanings = {}) {
   const list = element("dl");
   for (const [name, value] of pairs) {
     if (value === null || value === undefined || value === "") continue;
-    list.append(element("dt", {}, name), element("dd", {}, spell(value)));
+    const meaning = meanings[words(name).toLowerCase()];
+    const explained = meaning && element("span", { class: "meaning" }, meaning);
+    list.append(element("dt", { title: meaning }, name), element("dd", {}, spell(value), explained));
   }
   return list;
 }

@@ -5,6 +5,13 @@ const ELSEWHERE = new Set(["attention", "fused", "reason", "detail", "tensors", 
 // Said more exactly by "tensors".
 const COARSE = new Set(["query", "key", "value", "gate", "mask"]);
 
+const MEANINGS = {
+  ground: "why fusing is expected to pay here",
+  "masked row": "what a query row gives that may look at no key: zero, nan, or the mean that a finite fill makes",
+  dependent: "whether the second kernel is launched while the first one ends, which hides its start (Hopper and newer)",
+};
+MEANINGS["dependent launch"] = MEANINGS.dependent;
+
 function siteDetail(graph, site) {
   const box = element("div", { class: "detail" }, verdict(site));
   if (graph.packed.length) box.append(pictures(graph, site));
@@ -24,32 +31,37 @@ function siteFacts(site) {
   return definitions([
     ...plain.map(([name, value]) => [words(name), value]),
     ...tensors.map(([name, tensor]) => [name, `${tensor.dtype}[${spell(tensor.shape)}], stride (${spell(tensor.stride)})`]),
-  ]);
+  ], MEANINGS);
 }
 
 function savings(kernel) {
   const known = (count) => count !== null && count !== undefined;
   const change = (before, after, spelled) =>
     known(before) && known(after) ? `${spelled(before)} → ${spelled(after)}` : null;
-  return definitions([
+  const box = element("div");
+  box.append(definitions([
     ["bytes read", change(kernel.bytes_before, kernel.bytes_after, (count) => count.toLocaleString("en"))],
     ["launches", change(kernel.launches_before, kernel.launches_after, String)],
-    ["configuration", Object.entries(kernel.config ?? {}).map(([name, value]) => `${words(name)} ${spell(value)}`)],
-  ]);
+  ]));
+  const config = Object.entries(kernel.config ?? {}).map(([name, value]) => [words(name), value]);
+  if (config.length) box.append(disclosure("Configuration", () => definitions(config, MEANINGS)));
+  return box;
 }
 
 function pictures(graph, site) {
   const info = element("div", { class: "chosen", "aria-live": "polite" });
+  const blamed = culprits(graph, site);
   const picture = (stateName, caption) => {
     const choose = (node) => {
-      const { siteOf } = open(graph);
-      info.replaceChildren(nodeInfo(graph, node, siteOf.get(node.name), open(graph)[stateName]));
+      const { siteOf, [stateName]: state } = open(graph);
+      const concerned = blamed.has(node.name) ? site : siteOf.get(node.name);
+      info.replaceChildren(nodeInfo(graph, node, concerned, state));
     };
     return element("figure", {}, element("figcaption", {}, caption), draw(graph, site, stateName, choose));
   };
   const drawn = site.fused
     ? [picture("before", "Before"), picture("after", "After")]
-    : [picture("before", "As it was, before and after")];
+    : [picture("before", `As it was, before and after${blamed.size ? "; dashed: what the reason is about" : ""}`)];
   return element("div", {}, element("div", { class: "pictures" }, ...drawn), info);
 }
 
@@ -77,8 +89,8 @@ function launchDetail(kernels, launch) {
     "section",
     { class: "launch" },
     element("h5", {}, element("code", {}, launch.kernel)),
-    definitions([["grid", launch.grid.join(" × ")], ...Object.entries(launch.options).map(([name, value]) => [words(name), value])]),
-    disclosure("Compile-time arguments", () => definitions(Object.entries(launch.constexpr))),
+    definitions([["grid", launch.grid.join(" × ")], ...Object.entries(launch.options).map(([name, value]) => [words(name), value])], MEANINGS),
+    disclosure("Compile-time arguments", () => definitions(Object.entries(launch.constexpr), MEANINGS)),
     disclosure("Run-time arguments, strides as traced", () => definitions(Object.entries(launch.arguments))),
   );
   if (body) box.append(disclosure("Source", () => code(body.code), { class: "source" }));

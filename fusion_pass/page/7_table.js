@@ -2,13 +2,19 @@
 
 const COLUMNS = [
   ["Attention", (site) => [element("b", {}, site.attention), element("span", { class: "quiet" }, site.producer)]],
-  ["Where", (site) => [site.module && element("span", {}, site.module), place(site.source)]],
+  ["Where", (site) => [site.module && element("span", {}, site.module), ...callers(site).map(place)]],
   ["Query, key, value", (site) => [element("code", {}, spellShape(site.query)), element("code", {}, spellShape(site.key)), element("code", {}, spellShape(site.value))]],
   ["Gate, mask", (site) => [element("code", {}, operand(site, "gate")), element("code", {}, operand(site, "mask"))]],
   ["Result", (site) => [outcome(site)]],
 ];
 
 const rows = new Map();
+
+/** The line of the module's own code, and the innermost one if that is another. */
+function callers(site) {
+  const own = (site.frames ?? []).filter((call) => call.endsWith(" in forward")).at(-1);
+  return [...new Set([own?.replace(/ in forward$/, ""), site.source])].filter(Boolean);
+}
 
 function spellShape(shape) {
   return typeof shape === "string" ? shape : shape ? spell(shape) : "";

@@ -9,7 +9,7 @@ function section(graph) {
   const made = element(
     "section",
     { class: "graph" },
-    element("h2", {}, graph.title, element("span", { class: "quiet" }, graph.summary)),
+    element("h3", {}, graph.title, element("span", { class: "quiet" }, graph.summary)),
     table(graph),
   );
   if (graph.packed.length) {
@@ -21,6 +21,23 @@ function section(graph) {
   }
   graph.section = made;
   return made;
+}
+
+/** A section for each run, with those of its graphs. */
+function runSections() {
+  const runs = Map.groupBy(data.graphs, (graph) => graph.run);
+  return [...runs].map(([title, graphs]) => {
+    const count = `${graphs.length} ${graphs.length === 1 ? "graph" : "graphs"}`;
+    const heading = element("h2", {}, title, element("span", { class: "quiet" }, count));
+    return element("section", { class: "run" }, heading, ...graphs.map(section));
+  });
+}
+
+/** Opens the attention that a reader most likely came for: the first that was declined. */
+function openFirst() {
+  const all = data.graphs.flatMap((graph) => graph.sites.map((site) => [graph, site]));
+  const first = all.find(([, site]) => !site.fused) ?? all[0];
+  if (first) toggleSite(...first);
 }
 
 function matches(site) {
@@ -43,6 +60,9 @@ function applyFilters() {
     }
     graph.section.hidden = !inGraph;
     count += inGraph;
+  }
+  for (const run of document.querySelectorAll("section.run")) {
+    run.hidden = !run.querySelector("section.graph:not([hidden])");
   }
   document.getElementById("shown").value = `${count} of ${sites.length} shown`;
 }
@@ -74,9 +94,10 @@ function makeFilters() {
 document.getElementById("headline").textContent = sites.length
   ? `${fused} of ${sites.length} attentions fused`
   : "No attention in any graph";
-document.getElementById("versions").textContent = data.versions;
+document.getElementById("versions").textContent = [data.extent, data.versions].join("; ");
 document.getElementById("notes").append(...data.notes.map((note) => element("p", {}, note)));
-document.getElementById("graphs").append(...data.graphs.map(section));
+document.getElementById("graphs").append(...runSections());
 document.getElementById("filters").hidden = !sites.length;
 makeFilters();
+openFirst();
 applyFilters();
