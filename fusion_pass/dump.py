@@ -95,27 +95,32 @@ def write(
     The files are `graph-<pid>-<number>` with .before.txt, .after.txt, .report.json and, where there
     is a record, .graph.json, and the kernels' sources once. No name comes from the model.
     """
-    texts = {
-        "before.txt": before,
-        "after.txt": after,
-        "report.json": json.dumps(report, indent=2) + "\n",
-    }
+    texts = {"before.txt": before, "after.txt": after}
     sources: dict[str, str] = {}
     if record is not None:
         sources = record["sources"]
         rest = {key: value for key, value in record.items() if key != "sources"}
         texts["graph.json"] = json.dumps(rest, separators=(",", ":")) + "\n"
+    # Last, so that whoever finds a report finds the rest.
+    texts["report.json"] = json.dumps(report, indent=2) + "\n"
     start = stem(os.getpid(), number)
-    files = {f"{start}.{suffix}": text for suffix, text in texts.items()} | sources
+    files = sources | {f"{start}.{suffix}": text for suffix, text in texts.items()}
     try:
         os.makedirs(folder, exist_ok=True)
         for name, text in files.items():
-            # The path of a user's file may hold bytes that are no UTF-8.
-            path = os.path.join(folder, name)
-            with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
-    except OSError as error:
+            _write_whole(os.path.join(folder, name), text)
+    except (OSError, ValueError) as error:
+        # A ValueError is a path with a null byte.
         warn_once(f"fusion_pass cannot dump graphs to {folder!r}: {error}")
+
+
+def _write_whole(path: str, text: str) -> None:
+    """Writes a file that no reader sees in part."""
+    part = f"{path}.{os.getpid()}.part"
+    # The path of a user's file may hold bytes that are no UTF-8.
+    with open(part, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+    os.replace(part, path)
 
 
 def describe(node: Node) -> dict[str, Any]:

@@ -13,7 +13,15 @@ from typing import Any
 from fusion_pass.dump_format import KERNELS, REPORT, SCHEMA
 
 _PAGE = Path(__file__).parent / "page"
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+_MALFORMED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    RecursionError,
+    MemoryError,
+)
 
 
 class ShowError(Exception):
@@ -69,7 +77,7 @@ def collect(folder: Path) -> dict[str, Any]:
     runs = _runs(list(_reports(folder)))
     for path in (path for run in runs.values() for path in run):
         try:
-            report = json.loads(path.read_text(encoding="utf-8"))
+            report = _loaded(path)
             graphs.append(_graph(path, report, strings))
             versions.add(f"fusion_pass {report['fusion_pass']}, torch {report['torch']}")
         except (OSError, *_MALFORMED) as error:
@@ -163,29 +171,47 @@ def _graph(path: Path, report: dict[str, Any], strings: _Strings) -> dict[str, A
         "process": process,
         "summary": f"{report['fused']} fused, {report['declined']} declined",
         "sites": sites,
-        "packed": [],
-        "before": [],
-        "after": [],
-        "changes": {},
+        **_no_nodes(),
     }
     for site in sites:
         site["attention"], site["fused"] = str(site["attention"]), bool(site["fused"])
         site["reason"] = None if site["fused"] else str(site["reason"])
     if sites:
-        record = _record(path)
-        if record is None:
-            graph["note"] = "The dump does not hold this graph's nodes in a form that is known."
-        else:
-            _add_nodes(graph, record, strings)
+        _add_record(graph, path.with_name(path.name.replace(".report.", ".graph.")), strings)
     return graph
 
 
-def _record(path: Path) -> dict[str, Any] | None:
-    beside = path.with_name(path.name.replace(".report.json", ".graph.json"))
-    if not beside.is_file():
-        return None
-    record: dict[str, Any] = json.loads(beside.read_text(encoding="utf-8"))
-    return record if record["schema"] == SCHEMA else None
+def _no_nodes() -> dict[str, Any]:
+    return {"packed": [], "before": [], "after": [], "changes": {}}
+
+
+def _add_record(graph: dict[str, Any], path: Path, strings: _Strings) -> None:
+    """The nodes that lie beside a report; a note where there are none that can be read."""
+    try:
+        record = _loaded(path) if path.is_file() else {}
+        if record.get("schema") == SCHEMA:
+            _add_nodes(graph, record, strings)
+        else:
+            graph["note"] = "The dump does not hold this graph's nodes in a form that is known."
+    except (OSError, *_MALFORMED) as error:
+        graph.update(
+            _no_nodes(), note=f"{path.name} cannot be read: {type(error).__name__}: {error}"
+        )
+
+
+def _loaded(path: Path) -> Any:
+    """What a JSON file holds; NaN and infinities, which a browser's JSON does not know, are none.
+
+    Raises:
+        ValueError: it is no regular file, or no JSON.
+    """
+    if not path.is_file():
+        raise ValueError("it is no regular file")
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
 
 
 def _add_nodes(graph: dict[str, Any], record: dict[str, Any], strings: _Strings) -> None:
@@ -234,7 +260,8 @@ def _sources(folder: Path) -> dict[str, list[dict[str, str]]]:
         if not KERNELS.fullmatch(path.name):
             continue
         try:
-            found[path.name] = list(_functions(path.read_text(encoding="utf-8")))
+            if path.is_file():
+                found[path.name] = list(_functions(path.read_text(encoding="utf-8")))
         except (OSError, SyntaxError, *_MALFORMED):
             found[path.name] = []
     return found

@@ -354,6 +354,10 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "no time": lambda data: data["cells"][0].pop("fused"),
     "a time of zero": lambda data: data["cells"][0]["fused"].update(median_us=0),
     "an infinite time": lambda data: data["cells"][0]["stock"].update(median_us=math.inf),
+    "a time beyond floats": lambda data: data["cells"][0]["stock"].update(median_us=10**400),
+    "a time of nothing": lambda data: data["cells"][0]["stock"].update(median_us=5e-324),
+    "no number as time": lambda data: data["cells"][0]["fused"].update(median_us=math.nan),
+    "a size beyond floats": lambda data: data["cells"][0]["shape"].update(head_dim=10**400),
     "a time in words": lambda data: data["cells"][0]["stock"].update(median_us="fast"),
 }
 
@@ -378,6 +382,12 @@ def test_what_is_no_table_is_ignored_with_a_warning(text: str) -> None:
     path.write_bytes(text.encode("latin-1"))
     with pytest.warns(RuntimeWarning, match="ignores the table"):
         assert in_force(KEY) is None
+
+
+@pytest.mark.parametrize("chosen", ["a\0b.json", "/dev/zero", "/"])
+def test_a_chosen_path_that_is_no_file_warns(chosen: str) -> None:
+    with pytest.warns(RuntimeWarning, match="ignores the table"):
+        assert in_force(KEY, chosen) is None
 
 
 def test_a_chosen_file_that_is_not_there_warns(tmp_path: Path) -> None:

@@ -190,10 +190,7 @@ def test_a_graph_without_a_known_record_has_its_table_and_a_note(
         ("report", "[]"),
         ("report", '{"sites": [{}]}'),
         ("report", "\x00"),
-        ("graph", "[]"),
-        ("graph", '{"schema": 1, "before": 3}'),
-        ("graph", '{"schema": 1, "before": [{"name": 1}], "after": [], "sites": []}'),
-        ("graph", "[" * 100_000),
+        ("report", '{"sites": [], "fused": NaN}'),
     ],
 )
 def test_what_cannot_be_read_is_told_and_the_rest_is_shown(
@@ -206,6 +203,35 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_shown(
     assert [graph["title"] for graph in data["graphs"]] == ["Graph 1"]
     (note,) = data["notes"]
     assert note.startswith("graph-1-0.report.json cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        '{"schema": 1, "before": 3}',
+        '{"schema": 1, "before": [{"name": 1}], "after": [], "sites": []}',
+        '{"schema": 1, "before"',
+        "[" * 100_000,
+    ],
+)
+def test_decisions_are_shown_without_nodes_that_cannot_be_read(
+    tmp_path: Path, content: str
+) -> None:
+    put(tmp_path, "graph-1-0", site("sdpa"), before=[node("sdpa")])
+    (tmp_path / "graph-1-0.graph.json").write_text(content)
+    (graph,) = collect(tmp_path)["graphs"]
+    assert len(graph["sites"]) == 1
+    assert graph["before"] == []
+    assert graph["note"].startswith("graph-1-0.graph.json cannot be read: ")
+
+
+def test_a_pipe_is_no_report(tmp_path: Path) -> None:
+    put(tmp_path, "graph-1-0", site("sdpa"), before=[node("sdpa")])
+    os.mkfifo(tmp_path / "graph-1-1.report.json")
+    data = collect(tmp_path)
+    assert len(data["graphs"]) == 1
+    assert "no regular file" in data["notes"][0]
 
 
 def test_a_folder_in_which_nothing_can_be_read(tmp_path: Path) -> None:

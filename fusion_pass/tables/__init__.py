@@ -13,6 +13,8 @@ from typing import Any
 SCHEMA = 1
 MASKS = ("none", "bool")
 TOLERATED_LOSS = 0.03
+LARGEST_SIZE = 1 << 40
+SHORTEST_US, LONGEST_US = 1e-3, 1e9
 _SIZES = ("query_heads", "kv_heads", "head_dim", "batch", "kv_length", "query_tokens")
 _VERSIONS = ("device", "torch", "triton")
 
@@ -125,8 +127,8 @@ def _cell(cell: Any, where: str) -> tuple[Shape, float]:
     shape = cell["shape"]
     for name in _SIZES:
         size = shape.get(name)
-        whole = isinstance(size, int) and not isinstance(size, bool) and size > 0
-        _require(whole, f"{where} has no positive {name}")
+        whole = isinstance(size, int) and not isinstance(size, bool)
+        _require(whole and 0 < size <= LARGEST_SIZE, f"{where} has no possible {name}")
     _require(shape.get("mask") in MASKS, f"the mask of {where} is none of {MASKS}")
     sizes = {name: shape[name] for name in _SIZES}
     _require(sizes["query_heads"] % sizes["kv_heads"] == 0, f"the heads of {where} do not divide")
@@ -138,7 +140,9 @@ def _time(cell: Mapping[str, Any], name: str, where: str) -> float:
     entry = cell.get(name)
     taken: Any = entry.get("median_us") if isinstance(entry, dict) else None
     number = isinstance(taken, (int, float)) and not isinstance(taken, bool)
-    _require(number and math.isfinite(taken) and taken > 0, f"{where} has no time of {name}")
+    # Compared, not converted: an integer may be longer than a float holds. NaN is in no interval.
+    possible = number and SHORTEST_US <= taken <= LONGEST_US
+    _require(possible, f"{where} has no possible time of {name}")
     return float(taken)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +69,11 @@ def in_force(key: Key | None, chosen: str | None = None) -> Table | None:
     """The table to decide by: the `chosen` file's, else the user's, else the shipped one.
 
     A file that cannot be read, is no table or was measured for another key warns once and is
-    passed over; so is a `chosen` one that does not exist.
+    passed over; so is a `chosen` one that does not exist, even where no table decides.
     """
     if key is None:
+        if chosen is not None:
+            _read(Path(chosen), chosen, 1.0, is_expected=True)
         return None
     own = user_path(key) if chosen is None else Path(chosen)
     table = _read(own, str(own), 1.0, is_expected=chosen is not None)
@@ -109,12 +112,18 @@ def _read(path: Path, origin: str, margin: float, is_expected: bool = False) -> 
     """The table in a file; None if there is none, which warns unless the file need not exist."""
     try:
         status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise TableError("it is no regular file")
         return _parsed(path, status.st_mtime_ns, status.st_size, origin, margin)
     except FileNotFoundError:
         if is_expected:
-            warn_once(f"fusion_pass finds no table {path}")
+            warn_once(
+                f"fusion_pass finds no table {path} (the setting table, or FUSION_PASS_TABLE): "
+                "it decides as without one"
+            )
         return None
-    except (OSError, TableError, UnicodeDecodeError) as fault:
+    except (OSError, ValueError) as fault:
+        # A ValueError is a TableError, bytes that are no text, or a path with a null byte.
         warn_once(
             f"fusion_pass ignores the table {path}: {fault}; write it anew with "
             "`python -m fusion_pass tune`"
