@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
     FUSION_PASS_DEVICES=cpu torchrun --nproc-per-node 2 examples/tensor_parallel.py --tiny
 
-An unmodified transformers model with random weights is sharded by its own plan (`--plan auto`) or
-by PyTorch's `parallelize_module` (`--plan manual`), compiled with `backend="fusion_pass"`, and
-decodes with a static cache. Its tokens are compared with those of the whole model, not compiled,
-which every rank runs by itself. Without a GPU it runs over gloo.
+An unmodified transformers model with random weights is sharded by its own plan (`--plan auto`,
+which needs `accelerate` and is the default where that is installed) or by PyTorch's
+`parallelize_module` (`--plan manual`), compiled with `backend="fusion_pass"`, and decodes with a
+static cache. Its tokens are compared with those of the whole model, not compiled, which every rank
+runs by itself. Without a GPU it runs over gloo.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +137,10 @@ def start() -> torch.device:
 def main() -> None:
     """Decode with the whole model and with the sharded one, and compare."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--plan", choices=("auto", "manual"), default="auto")
+    default = "auto" if find_spec("accelerate") else "manual"
+    options.add_argument(
+        "--plan", choices=("auto", "manual"), default=default, help=f"default {default}"
+    )
     options.add_argument("--tiny", action="store_true", help="a size for CPUs")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options.add_argument("--backend", default="fusion_pass", help="of torch.compile")

@@ -10,6 +10,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -158,6 +159,11 @@ def _what_ran(dtype: torch.dtype) -> str:
         return f"The Triton kernels ran on {torch.cuda.get_device_name()}."
     if interpretable(dtype):
         return "No GPU: the Triton kernels were interpreted on the CPU (TRITON_INTERPRET=1)."
+    if find_spec("triton") is None:
+        return (
+            "No GPU, and triton is missing: the op ran as its torch reference on the CPU, and no "
+            "Triton kernel ran (pip install triton; then TRITON_INTERPRET=1 interprets them)."
+        )
     return (
         "No GPU: the op ran as its torch reference on the CPU, and no Triton kernel ran "
         "(TRITON_INTERPRET=1 interprets the kernels)."

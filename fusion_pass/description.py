@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import replace
 
+import torch
 from torch.fx import Node
 
 from fusion_pass.launch import LaunchConfig
@@ -18,10 +20,13 @@ from fusion_pass.patterns import (
     OpaqueAttention,
     Reason,
     Recognition,
+    adapters,
+    recognise,
 )
 from fusion_pass.patterns.advice import ADVICE
 from fusion_pass.patterns.keyvalue import trace_key_value
 from fusion_pass.patterns.mask import trace_mask
+from fusion_pass.patterns.registry import recognise_attention
 from fusion_pass.patterns.trace import has_tensor, tensor
 from fusion_pass.provenance import frames, module_path
 from fusion_pass.report import Site, TensorInfo
@@ -74,6 +79,47 @@ def declined(site: Site, refusal: Decline) -> Site:
         expected=refusal.expected,
         remedy=advice.remedy if advice else None,
     )
+
+
+def faulted(site: Site, node: Node, fault: Exception) -> Site:
+    """`site` as left alone because of `fault`, which the adapter of `node` may have raised."""
+    found = declined(site, Decline(Reason.INTERNAL, f"{type(fault).__name__}: {fault}"))
+    if not _raised_by_adapter(node, fault):
+        return found
+    remedy = (
+        f"The registered adapter of {node.target} raised {type(fault).__name__}: fix it; "
+        "FUSION_PASS_STRICT=1 raises it."
+    )
+    return replace(found, remedy=remedy)
+
+
+def _raised_by_adapter(node: Node, fault: Exception) -> bool:
+    """Whether `fault` came out of the adapter that was registered for the operator of `node`."""
+    if str(node.target) not in dict(adapters()):
+        return False
+    frames = traceback.walk_tb(fault.__traceback__)
+    return any(frame.f_code is recognise_attention.__code__ for frame, _ in frames)
+
+
+def other_product(node: Node) -> tuple[Node, Node] | None:
+    """The multiplication of the attention `node` by what is no sigmoid, and that factor.
+
+    None unless it is declined for such a factor, and the factor is a tensor.
+    """
+    found = recognise(node)
+    if found is None or found.attention is None or not isinstance(found.outcome, Decline):
+        return None
+    if found.outcome.reason is not Reason.NOT_SIGMOID:
+        return None
+    # The reason tells that single uses lead there.
+    arriving = found.attention.result.node
+    while len(arriving.users) == 1:
+        (user,) = arriving.users
+        if user.target is torch.ops.aten.mul.Tensor:
+            factors = [factor for factor in user.all_input_nodes if factor is not arriving]
+            return (user, factors[0]) if factors else None
+        arriving = user
+    return None
 
 
 def fused(site: Site, match: GatedAttention, ground: str, config: LaunchConfig | None) -> Site:

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from fusion_pass import inductor
+from fusion_pass import description, inductor, profitability
 from fusion_pass.config import Config
-from fusion_pass.explanation import Explanation
+from fusion_pass.explanation import SWITCHED_OFF, ExplainedGraph, ExplainedSite, Explanation
 from fusion_pass.graph_pass import GatedAttentionPass
 from fusion_pass.launch import Limits
-from fusion_pass.report import GraphReport
-from fusion_pass.tracing import original, trace
+from fusion_pass.patterns import Reason
+from fusion_pass.patterns.trace import CAST
+from fusion_pass.provenance import frames
+from fusion_pass.report import GraphReport, Site
+from fusion_pass.tracing import original, reject_compiled_caller, trace
 
 ASSUMED_NAME = "NVIDIA H200"
+_CPU_NAME = "CPU"
 ASSUMED = Limits("cuda", 90, 132, 232448)
 """The GPU that a program is judged for on a machine without one."""
 
 _ASSUMPTIONS = (
     f"There is no GPU here: judged for an {ASSUMED_NAME} (sm_{ASSUMED.arch}, "
     f"{ASSUMED.multiprocessors} SMs, {ASSUMED.shared_memory} bytes of shared memory a block).",
-    "Profitability was assumed: nothing was measured here.",
     "Traced on CPU tensors: the producer of an SDPA shows as the CPU's; a GPU has its own.",
 )
 _CPU = (
     "Judged for the CPU, on which nothing is rewritten unless asked for; "
     'device="cuda" judges for a GPU.'
 )
-_SWITCHED_OFF = "The pass is switched off (FUSION_PASS=0 or enabled=False): nothing is fused."
+_JUDGE_FOR_GPU = 'pass device="cuda" to judge for a GPU'
+_OFF = "The pass is switched off (FUSION_PASS=0 or enabled=False): nothing is fused"
+_SECOND_TRACE = (
+    "A gradient may be needed: what is told of those attentions, and what becomes of them without "
+    "gradients, is from a second trace under torch.no_grad()."
+)
+_NO_SECOND_TRACE = "A gradient may be needed, and a trace under torch.no_grad() fails: "
 _NO_GRAPH = "Nothing was compiled: no graph was traced."
 
 
@@ -47,9 +57,14 @@ def explain(
     """What the pass would do with `torch.compile(function)(*args, **kwargs)`, and why.
 
     The program is traced as torch.compile would, through graph breaks, on tensors without data:
-    nothing is computed, compiled to machine code, counted or changed, and the arguments are only
-    copied. Gradient mode counts as in a compile: call it under torch.no_grad() where you would
-    call the compiled function so.
+    nothing is computed, compiled to machine code, counted or changed. Copied are the arguments, and
+    what closures, globals, defaults and hooks of functions hold. Gradient mode counts as in a
+    compile: call it under torch.no_grad() where you would call the compiled function so.
+
+    Classes, and what their methods other than the module's forward refer to, are not copied: if the
+    program leaves a tensor of the trace there, in an attribute, list or dict, it is put back and an
+    error names it. Sets, deques, slots, files and what C code holds are not watched. A function or
+    inner module with graph breaks that was compiled before may be compiled anew at its next call.
 
     Args:
         function: a module, function or method, compiled already or not.
@@ -61,38 +76,56 @@ def explain(
         config: settings of the pass; by default those of the environment.
 
     Raises:
-        TypeError: something among the arguments cannot be copied.
+        TypeError: something among the arguments cannot be copied, or is a nested tensor or a
+            torch.Generator; the program leaves tensors in what is only watched, which is put back;
+            or the call is inside a compiled function.
         ValueError: `device` is neither "cuda" nor "cpu".
     """
+    reject_compiled_caller()
     function = original(function)
     kinds = _device_kinds((function, args, kwargs))
     target = _target(device, kinds)
     fusion = GatedAttentionPass(config)
     assumed = ASSUMED if target == "cuda" and not torch.cuda.is_available() else None
     place = "cpu" if assumed else device or ("cuda" if "meta" in kinds else None)
-    graphs: list[GraphReport] = []
+    slot = list(inductor.flatten(inductor.current_slot()))
 
-    def visit(graph: Graph, is_inference: bool) -> None:
-        graphs.append(fusion.rewrite(graph, is_inference, assumed=assumed))
+    def look() -> tuple[list[ExplainedGraph], str | None]:
+        graphs: list[ExplainedGraph] = []
 
-    slot = inductor.flatten(inductor.current_slot())
-    stopped = trace(
-        function,
-        args,
-        kwargs,
-        visit,
-        dynamic=dynamic,
-        device=None if place is None else torch.device(place),
-        earlier=[member for member in slot if not isinstance(member, GatedAttentionPass)],
-    )
+        def visit(graph: Graph, is_inference: bool) -> None:
+            report = fusion.rewrite(graph, is_inference, assumed=assumed)
+            graphs.append(_explained(graph, report))
+
+        stopped = trace(
+            function,
+            args,
+            kwargs,
+            visit,
+            dynamic=dynamic,
+            device=None if place is None else torch.device(place),
+            earlier=[member for member in slot if not isinstance(member, GatedAttentionPass)],
+        )
+        return graphs, stopped
+
+    graphs, stopped = look()
+    graphs, second = _look_again(graphs, look)
+    is_unasked = target == "cpu" and "cpu" not in fusion.config.devices
     notes = (
-        *(() if fusion.config.enabled else (_SWITCHED_OFF,)),
+        *(() if fusion.config.enabled else (f"{_OFF}.",)),
+        *second,
         *(_ASSUMPTIONS if assumed else ()),
-        *((_CPU,) if target == "cpu" and "cpu" not in fusion.config.devices else ()),
+        *((_CPU,) if is_unasked else ()),
         *(() if graphs else (_NO_GRAPH,)),
     )
+    if device is None and is_unasked:
+        graphs = _each_site(graphs, _advise_device)
+    if not fusion.config.enabled:
+        graphs = _each_site(graphs, _switch_off)
     found = tuple(graph for graph in graphs if graph.sites)
-    return Explanation(found, _device_name(target), assumed is not None, notes, stopped)
+    return Explanation(
+        found, _device_name(target), assumed is not None, notes, stopped, fusion.config.enabled
+    )
 
 
 def assert_fused(
@@ -105,15 +138,115 @@ def assert_fused(
         expected: how many attentions must fuse, in all graphs together.
 
     Raises:
-        AssertionError: with the table that `explain` prints.
+        AssertionError: with the table that `explain` prints; always if the pass is switched off.
     """
     found = explain(function, *args, **kwargs)
-    if expected is None:
-        if not found.all_fused:
-            raise AssertionError(f"not every gated attention would be fused\n{found}")
-    elif found.fused != expected:
-        raise AssertionError(f"{found.fused} attentions would be fused, not {expected}\n{found}")
-    return found
+    is_met = found.all_fused if expected is None else found.fused == expected
+    if is_met and found.enabled:
+        return found
+    failed = "not every gated attention would be fused"
+    if expected is not None:
+        failed = f"{found.fused} attentions would be fused, not {expected}"
+    if not found.enabled:
+        failed = _OFF
+    elif found.device == _CPU_NAME and kwargs.get("device") is None:
+        failed += f"; {_JUDGE_FOR_GPU}"
+    raise AssertionError(f"{failed}\n{found}")
+
+
+def _explained(graph: Graph, report: GraphReport) -> ExplainedGraph:
+    """`report` with what the rewritten graph tells besides."""
+    nodes = {node.name: node for node in graph.nodes}
+    return ExplainedGraph(tuple(_explained_site(nodes, site) for site in report.sites))
+
+
+def _explained_site(nodes: dict[str, Node], site: Site) -> ExplainedSite:
+    told = ExplainedSite(**vars(site), assumed=site.ground == profitability.ASSUMED)
+    if site.reason != Reason.NOT_SIGMOID.value:
+        return told
+    multiplied = description.other_product(nodes[site.attention])
+    if multiplied is None:
+        return told
+    product, factor = multiplied
+    computed = factor
+    while computed.target is CAST:
+        computed = computed.all_input_nodes[0]
+    shown = str(computed.target) if computed.op == "call_function" else "an input"
+    detail = site.detail.replace(f"{factor.name} ({factor.target})", shown)
+    calls = frames(product)
+    source = calls[-1].partition(" in ")[0] if calls else None
+    return replace(told, detail=detail, gate_source=source)
+
+
+def _each_site(
+    graphs: Sequence[ExplainedGraph], change: Callable[[ExplainedSite], ExplainedSite]
+) -> list[ExplainedGraph]:
+    return [ExplainedGraph(tuple(map(change, graph.sites))) for graph in graphs]
+
+
+def _look_again(
+    graphs: list[ExplainedGraph], look: Callable[[], tuple[list[ExplainedGraph], str | None]]
+) -> tuple[list[ExplainedGraph], tuple[str, ...]]:
+    """`graphs` with a second opinion, without gradients, on what they are declined for; notes."""
+    if not any(site.reason == Reason.TRAINING.value for graph in graphs for site in graph.sites):
+        return graphs, ()
+    try:
+        with torch.no_grad():
+            without, _ = look()
+    except Exception as error:
+        return graphs, (f"{_NO_SECOND_TRACE}{type(error).__name__}: {error}".splitlines()[0],)
+    # Training keeps other results of an attention, so that its node may be another.
+    waiting: dict[object, list[ExplainedSite]] = {}
+    for site in (site for graph in without for site in graph.sites):
+        waiting.setdefault((site.module, site.frames), []).append(site)
+
+    def judged_again(site: ExplainedSite) -> ExplainedSite:
+        same = waiting.get((site.module, site.frames))
+        if site.reason != Reason.TRAINING.value or not same:
+            return site
+        return _instead(same.pop(0), site)
+
+    return _each_site(graphs, judged_again), (_SECOND_TRACE,)
+
+
+def _instead(otherwise: ExplainedSite, site: ExplainedSite) -> ExplainedSite:
+    """What `otherwise` tells of an attention, declined as `site` is."""
+    return replace(
+        otherwise,
+        attention=site.attention,
+        fused=False,
+        reason=site.reason,
+        detail=site.detail,
+        expected=site.expected,
+        remedy=site.remedy,
+        ground="",
+        kernel=None,
+        assumed=False,
+        otherwise=otherwise if otherwise.reason != site.reason else None,
+    )
+
+
+def _switch_off(site: ExplainedSite) -> ExplainedSite:
+    """`site`, which a pass that is switched off does not fuse."""
+    if not site.fused:
+        return site
+    declined = replace(
+        site,
+        reason=SWITCHED_OFF,
+        detail="FUSION_PASS=0 or enabled=False",
+        expected="a pass that is switched on",
+        remedy="Unset FUSION_PASS, and do not set enabled=False.",
+    )
+    return _instead(site, declined)
+
+
+def _advise_device(site: ExplainedSite) -> ExplainedSite:
+    """`site` with the remedy for tensors that are on the CPU for the explanation alone."""
+    if site.reason == Reason.DEVICE.value:
+        return replace(site, remedy=f"{_JUDGE_FOR_GPU}. {site.remedy}")
+    if site.otherwise is None:
+        return site
+    return replace(site, otherwise=_advise_device(site.otherwise))
 
 
 def _target(device: str | None, kinds: set[str]) -> str:
@@ -139,5 +272,5 @@ def _tensors(things: Any) -> Iterator[Tensor]:
 
 def _device_name(target: str) -> str:
     if target == "cpu":
-        return "CPU"
+        return _CPU_NAME
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ASSUMED_NAME

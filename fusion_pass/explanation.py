@@ -12,13 +12,46 @@ from typing import Any
 import torch
 
 from fusion_pass import __version__
+from fusion_pass.patterns import Reason
 from fusion_pass.report import GraphReport, Site
 
-SCHEMA = 1
+SCHEMA = 2
+SWITCHED_OFF = "switched-off"
+"""The reason of what a pass that is switched off would fuse."""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _HEADINGS = ("attention", "producer", "query", "keys", "mask", "gate", "decision")
+_WITHOUT = {Reason.TRAINING.value: "without gradients", SWITCHED_OFF: "switched on"}
+_ASSUMED = "* whether it pays is assumed: decided on the GPU"
+
+
+@dataclass(frozen=True)
+class ExplainedSite(Site):
+    """One attention, and what is told of it beyond what the pass reports.
+
+    Attributes:
+        assumed: whether it was only assumed that fusing it pays.
+        gate_source: where the output is multiplied by what is no sigmoid, as "file:line".
+        otherwise: the same attention without what `reason` names, where that is a gradient or the
+            pass being switched off; else None.
+    """
+
+    assumed: bool = False
+    gate_source: str | None = None
+    otherwise: ExplainedSite | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the output has a gate, or may have one that was not looked for."""
+        return self.otherwise.is_gated if self.otherwise else super().is_gated
+
+
+@dataclass(frozen=True)
+class ExplainedGraph(GraphReport):
+    """Every attention of one graph, in the graph's order."""
+
+    sites: tuple[ExplainedSite, ...]
 
 
 @dataclass(frozen=True)
@@ -28,20 +61,22 @@ class Explanation:
     Attributes:
         graphs: one for each graph that has an attention, in the order in which they run.
         device: name of the device that the program was judged for.
-        is_assumed: whether that device is not in this machine: profitability was assumed then.
+        is_assumed: whether that device is not in this machine.
         notes: what else limits what the report says, one sentence each.
         stopped: what ended the trace early, such as `.item()` of a tensor without data; None if
             nothing did. Graphs after it are missing.
+        enabled: whether the pass is switched on; where it is not, nothing is fused.
     """
 
-    graphs: tuple[GraphReport, ...]
+    graphs: tuple[ExplainedGraph, ...]
     device: str
     is_assumed: bool
     notes: tuple[str, ...]
     stopped: str | None
+    enabled: bool = True
 
     @property
-    def sites(self) -> tuple[Site, ...]:
+    def sites(self) -> tuple[ExplainedSite, ...]:
         """The attentions of all graphs."""
         return tuple(site for graph in self.graphs for site in graph.sites)
 
@@ -49,6 +84,11 @@ class Explanation:
     def fused(self) -> int:
         """How many attentions would be fused."""
         return sum(site.fused for site in self.sites)
+
+    @property
+    def fused_otherwise(self) -> int:
+        """How many more would be, were the pass switched on or, if it is, no gradient needed."""
+        return sum(site.otherwise.fused for site in self.sites if site.otherwise)
 
     @property
     def gated(self) -> int:
@@ -63,9 +103,13 @@ class Explanation:
     def summary(self) -> str:
         """One line, such as "4 of 4 gated attentions would be fused; 2 have no gate"."""
         without = len(self.sites) - self.gated
+        tail = f"; {without} without a gate" if without else ""
+        if not self.enabled:
+            return f"switched off: 0 fused; {self.fused_otherwise} would be{tail}"
         if not self.sites:
             return "no attention was found"
-        tail = f"; {without} without a gate" if without else ""
+        if self.fused_otherwise:
+            tail = f"; {self.fused_otherwise} would be without gradients{tail}"
         return f"{self.fused} of {self.gated} gated attentions would be fused{tail}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,11 +118,13 @@ class Explanation:
             "schema": SCHEMA,
             "fusion_pass": __version__,
             "torch": torch.__version__,
+            "enabled": self.enabled,
             "device": self.device,
             "assumed": self.is_assumed,
             "notes": list(self.notes),
             "stopped": self.stopped,
             "fused": self.fused,
+            "fused_otherwise": self.fused_otherwise,
             "gated": self.gated,
             "graphs": [[asdict(site) for site in graph.sites] for graph in self.graphs],
         }
@@ -113,18 +159,21 @@ class Explanation:
 
     def _remarks(self) -> list[str]:
         stopped = f"The trace stopped early, what comes after is missing: {self.stopped}"
-        return [*self.notes, *([stopped] if self.stopped else [])]
+        is_assumed = any((site.otherwise or site).assumed for site in self.sites)
+        footer = [_ASSUMED] if is_assumed else []
+        return [*footer, *self.notes, *([stopped] if self.stopped else [])]
 
 
-_Group = tuple[Site, ...]
+_Group = tuple[ExplainedSite, ...]
 
 
-def _groups(sites: Iterable[Site]) -> Iterable[_Group]:
+def _groups(sites: Iterable[ExplainedSite]) -> Iterable[_Group]:
     """Attentions that are the same but for numbers in their module's path, in order."""
-    found: dict[tuple[object, ...], list[Site]] = {}
+    found: dict[tuple[object, ...], list[ExplainedSite]] = {}
     for site in sites:
         module = _NUMBER.sub("*", site.module or "")
-        shown = module, site.producer, site.source, site.tensors, site.reason, site.kernel
+        place = site.source, site.gate_source
+        shown = module, site.producer, place, site.tensors, _decision(site), site.kernel
         key = (*map(repr, shown), site.mask_kind, site.gate_kind, site.ground)
         found.setdefault(key, []).append(site)
     return map(tuple, found.values())
@@ -142,8 +191,17 @@ def _row(group: _Group) -> tuple[str, ...]:
         _sizes(site, "key"),
         site.mask_kind or "?",
         site.gate_kind or ("?" if site.is_gated else "none"),
-        "fused" if site.fused else f"declined: {site.reason}",
+        _decision(site),
     )
+
+
+def _decision(site: ExplainedSite) -> str:
+    if site.fused:
+        return "fused*" if site.assumed else "fused"
+    declined = f"declined: {site.reason}"
+    if site.otherwise is None:
+        return declined
+    return f"{declined} ({_WITHOUT[site.reason or '']}: {_decision(site.otherwise)})"
 
 
 def _sizes(site: Site, name: str) -> str:
@@ -159,20 +217,28 @@ def _more(group: _Group) -> list[tuple[str, str]]:
     more = [("at", place)] if (place := _place(site)) else []
     if not site.fused:
         texts = {"found": site.detail, "expected": site.expected, "to change it": site.remedy}
-        return more + [(name, text) for name, text in texts.items() if text]
-    more += [("why", site.ground)] if site.ground else []
+        more += [(name, text) for name, text in texts.items() if text]
+        return more + (_more_otherwise(site, site.otherwise) if site.otherwise else [])
+    return more + _more_fused(site)
+
+
+def _more_otherwise(site: ExplainedSite, otherwise: ExplainedSite) -> list[tuple[str, str]]:
+    """What is told of the attention without what `site.reason` names."""
+    told = (_decision(otherwise), otherwise.detail, otherwise.ground, otherwise.remedy)
+    return [(_WITHOUT[site.reason or ""], "; ".join(filter(None, told)))]
+
+
+def _more_fused(site: ExplainedSite) -> list[tuple[str, str]]:
+    more = [("why", site.ground)] if site.ground else []
     kernel = site.kernel
     if kernel is None:
         return more
     config = kernel.config
-    more.append(
-        (
-            "kernel",
-            f"{config['num_splits']} splits, tiles of {config['block_m']} rows x "
-            f"{config['block_n']} keys, {config['split_warps']} warps, "
-            f"{config['split_stages']} stages",
-        )
+    tiles = (
+        f"{config['num_splits']} splits, tiles of {config['block_m']} rows x "
+        f"{config['block_n']} keys, {config['split_warps']} warps, {config['split_stages']} stages"
     )
+    more.append(("kernel", tiles))
     before, after = kernel.bytes_before, kernel.bytes_after
     if before is not None and after is not None:
         more.append(("reads a step", f"{_megabytes(before)} before, {_megabytes(after)} after"))
@@ -180,12 +246,12 @@ def _more(group: _Group) -> list[tuple[str, str]]:
     return [*more, ("launches", launches)]
 
 
-def _place(site: Site) -> str:
-    """The line of the module's own code, and the innermost one if that is another."""
+def _place(site: ExplainedSite) -> str:
+    """The lines of the module's own code, of the attention, and of a gate that is no sigmoid."""
     calls = [call.rpartition(" in ") for call in site.frames]
     own = [line for line, _, function in calls if function == "forward"][-1:]
-    innermost = [site.source] if site.source else []
-    return ", ".join(dict.fromkeys(map(_short, own + innermost)))
+    others = [line for line in (site.source, site.gate_source) if line]
+    return ", ".join(dict.fromkeys(map(_short, own + others)))
 
 
 def _short(source: str) -> str:

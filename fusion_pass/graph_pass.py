@@ -126,8 +126,7 @@ class GatedAttentionPass(InferenceGraphPass):
             if self.config.strict:
                 raise
             _logger.warning("%s is left as it was: %s", node.name, fault, exc_info=True)
-            refusal = Decline(Reason.INTERNAL, f"{type(fault).__name__}: {fault}")
-            return description.declined(site, refusal)
+            return description.faulted(site, node, fault)
 
     def _fuse(
         self, graph: Graph, found: Recognition, site: Site, context: eligibility.Context
@@ -174,10 +173,11 @@ class GatedAttentionPass(InferenceGraphPass):
     def _judge(self, match: GatedAttention, context: eligibility.Context) -> Verdict:
         """Whether fusing pays; on an assumed GPU, of which nothing is measured, it does."""
         policy = self.config.policy
+        table = profitability.table_for(match, self.config)
         if context.assumed is None or policy != "measured":
-            return profitability.decide(match, policy, profitability.table_for(match, self.config))
+            return profitability.decide(match, policy, table)
         saving = profitability.structural_saving(match)
-        return Verdict(True, f"structural: {saving}" if saving else "assumed, not measured")
+        return Verdict(True, f"structural: {saving}" if saving else profitability.ASSUMED)
 
 
 @functools.cache

@@ -17,6 +17,8 @@ _aten = torch.ops.aten
 DECOMPOSED = "decomposed"
 # Its own block mask lets FlexAttention pass over dead keys too.
 SKIPS_DEAD_KEYS = "flex"
+ASSUMED = "assumed, not measured"
+"""The ground of a fusion that is judged for a GPU of which nothing is measured."""
 
 
 @dataclass(frozen=True)

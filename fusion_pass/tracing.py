@@ -6,8 +6,6 @@ The only place for the private torch APIs that this rests on.
 from __future__ import annotations
 
 import copy
-import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,7 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.overrides import TorchFunctionMode
 
+from fusion_pass import dynamo_state
+from fusion_pass.escape import Watch
 from fusion_pass.inductor import SLOT, InferenceGraphPass, PassChain
+from fusion_pass.isolation import Isolation
 
 Visit = Callable[[Graph, bool], None]
 """Called with a post-grad graph, which it may rewrite, and whether it is for inference."""
@@ -48,28 +49,67 @@ def trace(
 ) -> str | None:
     """Runs `function` on tensors without data, and visits every graph that would be compiled.
 
-    Graph breaks are gone through. Whatever the tensors belong to is copied first, so that the run
-    changes nothing. With a `device` all tensors are put there. `earlier` are the passes that run in
-    the slot before the visit.
+    Graph breaks are gone through. Whatever the tensors belong to is copied first, and so is what
+    closures, globals, defaults and hooks of functions hold, so that the run changes nothing. With a
+    `device` all tensors are put there. `earlier` are the passes that run in the slot before the
+    visit.
+
+    Not copied are classes, Python modules, what methods of classes other than a module's forward
+    refer to, and what a closure or a global holds that cannot be: if the run leaves a tensor
+    without data there, it is taken out and an error says so. Files, the network, objects with
+    slots, and other state that is not in a dict, list or attribute are not watched.
 
     Returns:
         What stopped the run before its end, such as `.item()`; None if nothing did.
 
     Raises:
-        TypeError: something among the arguments cannot be copied.
+        TypeError: something among the arguments cannot be copied or has no form without data; the
+            program left a tensor without data in what was not copied; or the caller is compiled.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    function, args, kwargs = without_data((function, tuple(args), dict(kwargs)), mode, device)
-    backend = _backend(visit, earlier)
+    reject_compiled_caller()
+    _reject_what_has_no_fake((args, kwargs))
+    mode, isolation = FakeTensorMode(allow_non_fake_inputs=True), Isolation()
+    things = function, tuple(args), dict(kwargs)
+    function, args, kwargs = without_data(things, mode, device, isolation)
+    watch = Watch(isolation, mode)
     compiled: Callable[..., Any] = torch.compile(
-        _isolated(function), backend=backend, dynamic=dynamic
+        function, backend=_backend(visit, earlier), dynamic=dynamic
     )
-    with _settings(), mode:
-        try:
+    try:
+        with dynamo_state.untouched(), isolation.importable(), _settings(), mode:
             compiled(*args, **kwargs)
-        except _UNKNOWN_WITHOUT_DATA as unknown:
-            return f"{type(unknown).__name__}: {unknown}".splitlines()[0]
+    except _UNKNOWN_WITHOUT_DATA as unknown:
+        return f"{type(unknown).__name__}: {unknown}".splitlines()[0]
+    finally:
+        watch.check()
     return None
+
+
+def reject_compiled_caller() -> None:
+    """Refuses to trace inside of a compiled function.
+
+    Raises:
+        TypeError: the caller is being compiled, or runs in a function that is.
+    """
+    if dynamo_state.is_compiling():
+        raise TypeError(
+            "explain was called inside a compiled function; call it outside, with the function "
+            "that torch.compile is given"
+        )
+
+
+def _reject_what_has_no_fake(things: Any) -> None:
+    for thing in torch.utils._pytree.tree_leaves(things):
+        if isinstance(thing, torch.Generator):
+            raise TypeError(
+                "a torch.Generator among the arguments cannot be traced: leave it out, or draw "
+                "the random numbers before and pass them"
+            )
+        if isinstance(thing, Tensor) and thing.is_nested:
+            raise TypeError(
+                "a nested tensor among the arguments cannot be traced without data: pass a padded "
+                "tensor and a mask, for example of tensor.to_padded_tensor(0)"
+            )
 
 
 def original(function: Any) -> Any:
@@ -95,23 +135,6 @@ def _settings() -> Iterator[None]:
         )
         stack.enter_context(limits)
         yield
-
-
-def _isolated(function: Any) -> Any:
-    """`function` with code of its own: dynamo keeps what it compiled, and counts it, by code."""
-    if isinstance(function, types.MethodType):
-        return types.MethodType(_isolated(function.__func__), function.__self__)
-    if not isinstance(function, types.FunctionType):
-        return function
-    found = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    found.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(found, function, updated=("__dict__",))
 
 
 def _backend(visit: Visit, earlier: Sequence[object]) -> Callable[..., Any]:
@@ -184,11 +207,19 @@ def _visit_post_grad(
                 graph_module.recompile()
 
 
-def without_data(things: Any, mode: FakeTensorMode, device: torch.device | None) -> Any:
-    """A deep copy in which each tensor is fake; what shared a tensor still does."""
+def without_data(
+    things: Any,
+    mode: FakeTensorMode,
+    device: torch.device | None,
+    isolation: Isolation | None = None,
+) -> Any:
+    """A deep copy in which each tensor is fake; what shared a tensor still does.
+
+    Functions are copied with an `isolation` alone.
+    """
     try:
         with _Faking(mode, device):
-            return copy.deepcopy(things)
+            return copy.deepcopy(things) if isolation is None else isolation.copy(things)
     except (TypeError, RuntimeError) as error:
         raise TypeError(
             f"what the function is given, or the module it belongs to, cannot be copied: {error}; "

@@ -33,6 +33,11 @@ ADVICE: dict[Reason, Advice] = {
         "Nothing is to be done for an attention without a gate; otherwise multiply by the gate "
         "first, before any other arithmetic.",
     ),
+    Reason.LEAVES_GRAPH: Advice(
+        "The attention output is a result of the graph; a gate, if there is one, comes after it.",
+        "Find the graph break (TORCH_LOGS=graph_breaks) between attention and gate and remove it; "
+        "fullgraph=True refuses one. Nothing is to be done for an attention without a gate.",
+    ),
     Reason.NOT_SIGMOID: Advice(
         "The output is multiplied by something that is no plain sigmoid.",
         "Another activation needs another kernel; move factors and offsets out of the gate, to "

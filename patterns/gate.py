@@ -80,6 +80,8 @@ def _reach_product(attention: Attention | OpaqueAttention) -> tuple[Node, Operan
 
 
 def _refuse_user(user: Node) -> Decline:
+    if user.op == "output":
+        return Decline(Reason.LEAVES_GRAPH, "the output is a result of the graph, before any gate")
     if source(user) is not None:
         return Decline(
             Reason.ATTENTION_LAYOUT,

@@ -13,6 +13,7 @@ class Reason(Enum):
     DROPOUT = "dropout"
     CAUSAL = "causal"
     NO_GATE = "no-gate"
+    LEAVES_GRAPH = "output-leaves-graph"
     NOT_SIGMOID = "gate-not-sigmoid"
     GATE_LAYOUT = "gate-layout"
     GATE_DTYPE = "gate-dtype"
@@ -67,6 +68,7 @@ EXPECTED: dict[Reason, str] = {
     Reason.DROPOUT: "no dropout",
     Reason.CAUSAL: "is_causal=True without a mask, or a mask without is_causal",
     Reason.NO_GATE: "output * sigmoid(gate) as the output's only use",
+    Reason.LEAVES_GRAPH: "output, gate and product in one graph",
     Reason.NOT_SIGMOID: "sigmoid(gate)",
     Reason.GATE_LAYOUT: "a gate with one value for each element, head, token or batch row",
     Reason.GATE_DTYPE: "a product in the attention's dtype or float32, and at most one rounding",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import fusion_pass
+from fusion_pass import demo
 
 
 def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -54,6 +57,16 @@ def test_demo_times_the_step_on_a_gpu() -> None:
     assert float(times[2]) < float(times[1])
 
 
+def test_demo_names_a_triton_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("fusion_pass.launch.find_spec", lambda _: None)
+    monkeypatch.setattr("fusion_pass.demo.find_spec", lambda _: None)
+    told = demo._what_ran(torch.float16)
+    assert "triton is missing" in told
+    assert "torch reference" in told
+
+
 def test_demo_fails_where_nothing_is_fused() -> None:
     result = cli("demo", "--steps", "1", FUSION_PASS="0")
     assert result.returncode == 1
@@ -66,6 +79,23 @@ def test_demo_refuses_what_the_cache_does_not_hold(steps: str) -> None:
     result = cli("demo", "--steps", steps)
     assert result.returncode == 2
     assert "1 to 64 tokens" in result.stderr
+
+
+@pytest.mark.parametrize(("installed", "plan"), [(True, "auto"), (False, "manual")])
+def test_the_tensor_parallel_example_plans_with_what_is_installed(
+    installed: bool,
+    plan: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = Path(__file__).parent.parent / "examples" / "tensor_parallel.py"
+    example = runpy.run_path(str(path))
+    found = {"accelerate": object()} if installed else {}
+    monkeypatch.setitem(example["main"].__globals__, "find_spec", found.get)
+    monkeypatch.setattr(sys, "argv", ["tensor_parallel.py", "--help"])
+    with pytest.raises(SystemExit):
+        example["main"]()
+    assert re.search(rf"--plan {{auto,manual}}\s+default {plan}$", capsys.readouterr().out, re.M)
 
 
 def test_version() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +17,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
+from torch.fx import Node
 from torch.nn.attention.flex_attention import flex_attention
 
 import fusion_pass
-from fusion_pass import Config, Explanation, assert_fused, explain, explanation, provenance
+from fusion_pass import (
+    Config,
+    Explanation,
+    assert_fused,
+    description,
+    explain,
+    explanation,
+    profitability,
+    provenance,
+    register_attention,
+)
 from fusion_pass.demo_model import Decoder, Sizes
-from fusion_pass.patterns import Decline, Reason
+from fusion_pass.explanation import ExplainedGraph, ExplainedSite
+from fusion_pass.patterns import Attention, Decline, Reason, read_attention, registry
 from fusion_pass.patterns.reason import EXPECTED
-from fusion_pass.report import GraphReport, Site
 
 B, H, HKV, S, D = 2, 4, 2, 48, 32
 SIZES = Sizes(
@@ -82,7 +95,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def only(found: Explanation) -> Site:
+def only(found: Explanation) -> ExplainedSite:
     (site,) = found.sites
     return site
 
@@ -170,11 +183,35 @@ class TestWhatIsFound:
         site = only(explain(gated_by(activation), *inputs(), device="cuda"))
         assert (site.reason, site.gate_kind) == ("gate-not-sigmoid", name)
         assert site.detail.startswith(f"the gate is {name}: " if name else "the output is")
+        assert re.search(r"multiplied by (aten\.[\w.]+|an input), which is no", site.detail)
         assert site.expected == "sigmoid(gate)"
         assert site.remedy
         # What would be read is known all the same.
         assert site.tensors["key"].shape == (B, HKV, S, D)
         assert site.mask_kind == "boolean"
+
+    def test_the_line_of_another_gate(self) -> None:
+        def program(*operands: Tensor) -> Tensor:
+            output = attend(*operands[:4])
+            return output * F.silu(operands[4])
+
+        found = explain(program, *inputs(), device="cuda")
+        site, line = only(found), program.__code__.co_firstlineno + 2
+        assert site.gate_source == f"{__file__}:{line}"
+        assert site.source != site.gate_source
+        assert re.search(rf"at: .*test_explain\.py:{line}$", str(found), re.MULTILINE)
+
+    def test_a_gate_that_a_graph_break_hides_is_asked_for(self) -> None:
+        def broken(*operands: Tensor) -> Tensor:
+            output = attend(*operands[:4])
+            torch._dynamo.graph_break()
+            return program(*operands) + output * torch.sigmoid(operands[4])
+
+        found = explain(broken, *inputs(), device="cuda")
+        assert sorted(str(site.reason) for site in found.sites) == ["None", "output-leaves-graph"]
+        assert not found.all_fused
+        with pytest.raises(AssertionError, match="1 of 2"):
+            assert_fused(broken, *inputs(), device="cuda")
 
     def test_an_attention_without_gate_is_reported_and_is_not_asked_for(self) -> None:
         def half(*operands: Tensor) -> Tensor:
@@ -204,12 +241,6 @@ class TestWhatIsFound:
         found = explain(flex, *inputs(), device="cuda")
         assert [graph.fused for graph in found.graphs] == [1]
         assert only(found).producer == "flex"
-
-    def test_training(self) -> None:
-        with torch.enable_grad():
-            query, *rest = inputs()
-            found = explain(program, query.requires_grad_(), *rest, device="cuda")
-        assert {site.reason for site in found.sites} == {"training"}
 
     def test_symbolic_sizes(self) -> None:
         found = explain(program, *inputs(), device="cuda", dynamic=True)
@@ -253,7 +284,7 @@ class TestDevices:
         found = explain(program, *inputs(), device="cuda")
         assert found.is_assumed
         assert found.device == "NVIDIA H200"
-        assert any("Profitability was assumed" in note for note in found.notes)
+        assert "an NVIDIA H200 (sm_90" in found.notes[0]
         assert "NVIDIA H200 (assumed)" in str(found)
 
     @pytest.mark.parametrize("device", ["meta", "fake cuda"])
@@ -267,6 +298,10 @@ class TestDevices:
     def test_a_cpu_is_rewritten_only_if_asked_for(self) -> None:
         found = explain(program, *inputs())
         assert only(found).reason == "device"
+        assert (only(found).remedy or "").startswith('pass device="cuda" to judge for a GPU')
+        told = only(explain(program, *inputs(), device="cpu")).remedy
+        assert told
+        assert "cuda" not in told
         assert any('device="cuda"' in note for note in found.notes)
         asked = explain(program, *inputs(), config=Config(devices=("cpu",)))
         assert asked.fused == 1
@@ -277,9 +312,183 @@ class TestDevices:
         with pytest.raises(ValueError, match="tpu"):
             explain(program, *inputs(), device="tpu")
 
-    def test_a_pass_that_is_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_pays_on_any_gpu_is_not_assumed_to(self) -> None:
+        def maskless(*operands: Tensor) -> Tensor:
+            query, key, value, _, gate = operands
+            return attend(query, key, value, None) * torch.sigmoid(gate)
+
+        assumed = explain(maskless, *inputs(), device="cuda")
+        assert only(assumed).assumed
+        assert only(assumed).ground == profitability.ASSUMED
+        assert re.search(r"  fused\*$", str(assumed), re.MULTILINE)
+        assert "* whether it pays is assumed: decided on the GPU" in str(assumed)
+        assert [[site["assumed"] for site in graph] for graph in assumed.to_dict()["graphs"]] == [
+            [True]
+        ]
+        assert assumed.all_fused
+        structural = explain(program, *inputs(), device="cuda")
+        assert not only(structural).assumed
+        assert "*" not in str(structural)
+        always = explain(maskless, *inputs(), device="cuda", config=Config(policy="always"))
+        assert not only(always).assumed
+
+    def test_a_table_that_is_not_there_warns_without_a_gpu_too(self, tmp_path: Path) -> None:
+        config = Config(table=str(tmp_path / "absent.json"))
+        with pytest.warns(RuntimeWarning, match=r"finds no table .*absent\.json") as warned:
+            assert explain(in_two_graphs, *inputs(), device="cuda", config=config).fused == 2
+        assert len([one for one in warned if "finds no table" in str(one.message)]) == 1
+
+
+class TestSwitchedOff:
+    @pytest.fixture(autouse=True)
+    def _off(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FUSION_PASS", "0")
-        assert "switched off" in str(explain(program, *inputs(), device="cuda"))
+
+    def test_nothing_is_fused_and_what_would_be_is_told(self) -> None:
+        found = explain(program, *inputs(), device="cuda")
+        assert (found.enabled, found.fused, found.fused_otherwise) == (False, 0, 1)
+        assert not found.all_fused
+        assert found.summary() == "switched off: 0 fused; 1 would be"
+        assert "declined: switched-off (switched on: fused)" in str(found)
+        data = found.to_dict()
+        assert (data["enabled"], data["fused"], data["fused_otherwise"]) == (False, 0, 1)
+        ((site,),) = data["graphs"]
+        assert (site["fused"], site["reason"], site["otherwise"]["fused"]) == (
+            False,
+            "switched-off",
+            True,
+        )
+
+    def test_what_would_not_fuse_either_keeps_its_reason(self) -> None:
+        found = explain(gated_by(F.silu), *inputs(), device="cuda")
+        assert only(found).reason == "gate-not-sigmoid"
+        assert found.summary() == "switched off: 0 fused; 0 would be"
+
+    @pytest.mark.parametrize("expected", [None, 0, 1])
+    def test_no_assertion_holds(self, expected: int | None) -> None:
+        with pytest.raises(AssertionError, match=r"switched off \(FUSION_PASS=0"):
+            assert_fused(program, *inputs(), device="cuda", expected=expected)
+
+
+@torch.library.custom_op("fusion_pass_tests::explained", mutates_args=())
+def engine_attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """An engine's attention over `(B, H, S, D)`."""
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+
+@engine_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.empty_like(query)
+
+
+class TestFaults:
+    OP = torch.ops.fusion_pass_tests.explained.default
+
+    @pytest.fixture(autouse=True)
+    def _unregister(self) -> Iterator[None]:
+        yield
+        del registry._RECOGNISERS[self.OP], registry._ADAPTERS[self.OP]
+
+    def explain(self, adapter: Callable[[Node], Attention | Decline]) -> ExplainedSite:
+        register_attention(self.OP, adapter)
+
+        def program(query: Tensor, key: Tensor, value: Tensor, _: Tensor, gate: Tensor) -> Tensor:
+            output = engine_attend(query, key, value).transpose(1, 2).flatten(2)
+            return output * torch.sigmoid(gate)
+
+        return only(explain(program, *inputs(), device="cuda"))
+
+    def test_an_adapter_that_raises_is_named(self) -> None:
+        def adapter(node: Node) -> Attention | Decline:
+            raise KeyError("window")
+
+        site = self.explain(adapter)
+        assert (site.reason, site.detail) == ("internal-fault", "KeyError: 'window'")
+        told = "The registered adapter of fusion_pass_tests.explained.default raised KeyError: fix"
+        assert (site.remedy or "").startswith(told)
+
+    def test_an_adapter_is_not_blamed_for_what_follows_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def adapter(node: Node) -> Attention | Decline:
+            query, key, value = node.args
+            return read_attention(node, "engine", query=query, key=key, value=value, output=node)
+
+        assert self.explain(adapter).fused
+
+        def fail(*_: object) -> None:
+            raise KeyError("window")
+
+        monkeypatch.setattr(description, "describe", fail)
+        site = self.explain(adapter)
+        assert site.reason == "internal-fault"
+        assert "adapter" not in (site.remedy or "adapter")
+
+
+class TestTraining:
+    """Without torch.no_grad() on parameters: what most users try first."""
+
+    def explain(self, function: Program) -> Explanation:
+        first, *rest = inputs()
+        with torch.enable_grad():
+            return explain(function, first.requires_grad_(), *rest, device="cuda")
+
+    def test_everything_is_told_and_what_it_would_be_without(self) -> None:
+        found = self.explain(program)
+        site, plain = only(found), only(explain(program, *inputs(), device="cuda"))
+        assert (site.reason, site.fused, site.kernel) == ("training", False, None)
+        for name in ("producer", "tensors", "mask_kind", "gate_kind", "module", "source", "frames"):
+            assert getattr(site, name) == getattr(plain, name)
+        assert site.otherwise == plain
+        assert not found.all_fused
+        assert (found.fused, found.fused_otherwise, found.gated) == (0, 1, 1)
+        assert "declined: training (without gradients: fused)" in str(found)
+        assert any("second trace under torch.no_grad()" in note for note in found.notes)
+        ((data,),) = found.to_dict()["graphs"]
+        assert data["otherwise"]["fused"] is True
+
+    def test_the_next_reason(self) -> None:
+        found = self.explain(gated_by(F.silu))
+        assert "training (without gradients: declined: gate-not-sigmoid)" in str(found)
+        assert "the gate is silu" in str(found)
+        assert found.fused_otherwise == 0
+
+    def test_one_without_a_gate_is_not_asked_for(self) -> None:
+        def half(*operands: Tensor) -> Tensor:
+            return program(*operands) + (attend(operands[0] + 1, *operands[1:4]) + 1)
+
+        found = self.explain(half)
+        assert [site.reason for site in found.sites] == ["training"] * 2
+        assert (found.fused_otherwise, found.gated) == (1, 1)
+
+    def test_each_graph_by_itself(self) -> None:
+        def partly(*operands: Tensor) -> Tensor:
+            with torch.no_grad():
+                first = program(*operands)
+            torch._dynamo.graph_break()
+            return program(*operands) + first
+
+        assert [site.reason for site in self.explain(partly).sites] == [None, "training"]
+
+    def test_a_program_that_needs_gradients(self) -> None:
+        def differentiating(*operands: Tensor) -> Tensor:
+            output = program(*operands)
+            torch._dynamo.graph_break()
+            if not output.requires_grad:
+                raise RuntimeError("a gradient is needed")
+            return output
+
+        found = self.explain(differentiating)
+        assert only(found).otherwise is None
+        assert any("torch.no_grad() fails: RuntimeError" in note for note in found.notes)
+
+    def test_a_cpu_that_is_not_asked_for_comes_next(self) -> None:
+        query, *rest = inputs()
+        with torch.enable_grad():
+            site = only(explain(program, query.requires_grad_(), *rest))
+        assert site.otherwise is not None
+        assert site.otherwise.reason == "device"
+        assert (site.otherwise.remedy or "").startswith('pass device="cuda"')
 
 
 class TestWhatIsGiven:
@@ -363,7 +572,7 @@ class TestNothingChanges:
         explain(program, *inputs(), device="cuda")
         traced = counters["stats"]["unique_graphs"]
         compiled(*inputs())
-        assert counters["stats"]["unique_graphs"] == traced > frames
+        assert counters["stats"]["unique_graphs"] == traced == frames
 
 
 class TestAssertFused:
@@ -378,8 +587,13 @@ class TestAssertFused:
         with pytest.raises(AssertionError, match="1 attentions would be fused, not 2"):
             assert_fused(program, *inputs(), device="cuda", expected=2)
 
+    @pytest.mark.parametrize("expected", [None, 1])
+    def test_on_the_cpu_the_device_to_pass_is_named(self, expected: int | None) -> None:
+        with pytest.raises(AssertionError, match=r'^.*; pass device="cuda" to judge'):
+            assert_fused(program, *inputs(), expected=expected)
 
-SITE = Site(
+
+SITE = ExplainedSite(
     attention="sdpa",
     producer="cudnn",
     fused=False,
@@ -396,8 +610,8 @@ SITE = Site(
 )
 
 
-def explained(*sites: Site) -> Explanation:
-    return Explanation((GraphReport(sites),), "NVIDIA H200", False, (), None)
+def explained(*sites: ExplainedSite) -> Explanation:
+    return Explanation((ExplainedGraph(sites),), "NVIDIA H200", False, (), None)
 
 
 class TestForms:
@@ -407,15 +621,17 @@ class TestForms:
             "schema",
             "fusion_pass",
             "torch",
+            "enabled",
             "device",
             "assumed",
             "notes",
             "stopped",
             "fused",
+            "fused_otherwise",
             "gated",
             "graphs",
         ]
-        assert data["schema"] == explanation.SCHEMA == 1
+        assert data["schema"] == explanation.SCHEMA == 2
         assert data["fusion_pass"] == fusion_pass.__version__
         assert (data["fused"], data["gated"]) == (1, 2)
         assert data["graphs"][0][0]["module"] == SITE.module

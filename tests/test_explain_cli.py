@@ -93,6 +93,15 @@ def test_qwen(qwen: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert "1 of 1 gated attentions would be fused" in page.read_text()
 
 
+def test_a_pass_that_is_switched_off_meets_no_demand(
+    qwen: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSION_PASS", "0")
+    status, printed = explained(capsys, "--model", str(qwen), *SMALL)
+    assert status == 1
+    assert "switched off: 0 fused; 1 would be" in printed
+
+
 def test_a_silu_gated_copy_of_qwen(silu_gated: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a new user types: the first command says what the second must be, and that says why."""
     with pytest.raises(SystemExit):
@@ -102,7 +111,10 @@ def test_a_silu_gated_copy_of_qwen(silu_gated: Path, capsys: pytest.CaptureFixtu
     assert status == 1
     assert "the gate is silu" in printed
     assert "expected: sigmoid(gate)" in printed
-    assert "modeling_silu.py:" in printed
+    (place,) = re.findall(r"at: (.*)", printed)
+    code = (silu_gated / "modeling_silu.py").read_text().splitlines()
+    lines = [code[int(line) - 1] for line in re.findall(r"modeling_silu\.py:(\d+)", place)]
+    assert any("functional.silu(gate)" in line for line in lines)
 
 
 def test_a_model_without_gates_meets_no_demand(

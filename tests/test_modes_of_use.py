@@ -226,7 +226,7 @@ def test_a_graph_break_between_the_attention_and_its_gate() -> None:
         return output * torch.sigmoid(gate)
 
     seen = declines_as_stock(model, *operands())
-    assert seen == {"declined": 1, "declined: no-gate": 1}
+    assert seen == {"declined": 1, "declined: output-leaves-graph": 1}
 
 
 @torch.no_grad()
@@ -237,7 +237,7 @@ def test_a_graph_break_between_the_sigmoid_and_the_product() -> None:
         return output * weight
 
     seen = declines_as_stock(model, *operands())
-    assert seen == {"declined": 1, "declined: no-gate": 1}
+    assert seen == {"declined": 1, "declined: output-leaves-graph": 1}
 
 
 @torch.no_grad()
