@@ -83,6 +83,8 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: it must be at least 1")
+    if arguments.html is not None and not arguments.html.parent.is_dir():
+        parser.error(f"--html {arguments.html}: there is no folder {arguments.html.parent}")
     try:
         found = explain_model(
             arguments.model,
@@ -95,7 +97,10 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error(str(error))
     print(json.dumps(found.to_dict(), indent=2) if arguments.json else found)
     if arguments.html is not None:
-        arguments.html.write_text(found.to_html(), encoding="utf-8")
+        try:
+            arguments.html.write_text(found.to_html(), encoding="utf-8")
+        except OSError as error:
+            parser.error(f"--html {arguments.html}: {error}")
     return 1 if arguments.require_all and not found.all_fused else 0
 
 

@@ -51,14 +51,20 @@ def explain_model(
         trust_remote_code: run the model's code that lies in the folder.
 
     Raises:
-        ModelError: there is no such config, or no causal language model for it.
+        ModelError: there is no such config, no causal language model for it, or its decode step
+            fails, as that of a model without any attention layer.
     """
     config = _shorten(read_config(path, trust_remote_code), layers)
     place = torch.device("cuda" if device == "cuda" and torch.cuda.is_available() else "cpu")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = without_data(build(config, trust_remote_code), mode, place)
-    with torch.no_grad(), mode:
-        arguments = _decode_arguments(model, step, place)
+    try:
+        with torch.no_grad(), mode:
+            arguments = _decode_arguments(model, step, place)
+    except Exception as error:
+        raise ModelError(
+            f"a decode step of the model fails, by itself: {type(error).__name__}: {error}"
+        ) from error
     with torch.no_grad():
         return explain(model, device=device, **arguments)
 
@@ -83,7 +89,8 @@ def read_config(path: Path, trust_remote_code: bool) -> Any:
             )
         fields = json.loads(path.read_text(encoding="utf-8"))
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
+        # What a config may raise is transformers' own, some of it under no common class.
         raise ModelError(f"transformers cannot read {path}: {error!r}") from error
 
 

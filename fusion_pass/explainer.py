@@ -82,6 +82,10 @@ def explain(
         ValueError: `device` is neither "cuda" nor "cpu".
     """
     reject_compiled_caller()
+    if not callable(function):
+        raise TypeError(f"explain needs a function or a module, not {type(function).__name__}")
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config must be a fusion_pass.Config, not {type(config).__name__}")
     function = original(function)
     kinds = _device_kinds((function, args, kwargs))
     target = _target(device, kinds)

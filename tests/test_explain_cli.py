@@ -102,6 +102,30 @@ def test_a_pass_that_is_switched_off_meets_no_demand(
     assert "switched off: 0 fused; 1 would be" in printed
 
 
+def test_an_html_file_in_no_folder_is_refused_at_once(
+    qwen: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "--model", str(qwen), "--html", str(tmp_path / "absent" / "page.html")])
+    assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "qwen3_next", "hidden_size": "a"}, "transformers cannot read"),
+        ({"model_type": "qwen3_next", "num_hidden_layers": 2, "num_experts": 0}, "decode step"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_an_error_in_words(
+    config: dict[str, object], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit):
+        main(["explain", "--model", str(tmp_path)])
+    assert said in capsys.readouterr().err
+
+
 def test_a_silu_gated_copy_of_qwen(silu_gated: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a new user types: the first command says what the second must be, and that says why."""
     with pytest.raises(SystemExit):
