@@ -12,6 +12,7 @@ from torch._inductor.ir import UserDefinedTritonKernel
 from torch._inductor.runtime import triton_heuristics
 
 from fusion_pass import lowering
+from fusion_pass.launch import Launch
 
 
 class Wrapper:
@@ -24,18 +25,31 @@ class Wrapper:
         self.defined.append((*definition, options))
 
 
-def test_a_dependent_kernel_asks_for_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "@user_autotune(inductor_meta={'a': 1}, triton_meta={'signature': {}})"
+@pytest.mark.parametrize("dependent", [False, True])
+def test_a_kernel_has_its_label_and_asks_for_its_launch(
+    dependent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (
+        "async_compile.triton('split', '@user_autotune(inductor_meta={'kernel_name': 'split_0'}, "
+        "triton_meta={'signature': {}})\ndef split(query): split_0')"
+    )
 
     def codegen(self: Any, wrapper: Any) -> None:
-        wrapper.define_kernel("name", source, "# path", gpu=True)
+        wrapper.define_kernel("split_0", source, "# path", gpu=True)
+
+    def split() -> None: ...
 
     monkeypatch.setattr(UserDefinedTritonKernel, "codegen", codegen)
     wrapper: Any = Wrapper()
-    kernel = object.__new__(lowering._dependent_kernel())
+    kernel = object.__new__(lowering._labelled_kernel())
+    kernel.launch = Launch(split, (), {}, 4, 1, "split_d256_bf16", dependent)
     kernel.codegen(wrapper)
-    asked = source.replace("{'signature'", "{'launch_pdl': True, 'signature'")
-    assert wrapper.defined == [("name", asked, "# path", {"gpu": True})]
+    asked = source.replace("'split'", "'split_d256_bf16'").replace(
+        "def split(", "def split_d256_bf16("
+    )
+    if dependent:
+        asked = asked.replace("{'signature'", "{'launch_pdl': True, 'signature'")
+    assert wrapper.defined == [("split_0", asked, "# path", {"gpu": True})]
     assert "define_kernel" not in vars(wrapper)
 
 
