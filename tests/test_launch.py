@@ -35,7 +35,7 @@ def test_tiles_cover_the_problem(dtype: torch.dtype, shared_memory: int) -> None
         )
         assert config.block_d >= head_dim
         assert 16 <= config.block_n <= 128
-        assert 16 <= config.block_m <= 64
+        assert 16 <= config.block_m <= 32
         assert config.block_m <= max(16, 8192 // config.block_v)
         for size in (config.block_m, config.block_n, config.block_d, config.reduce_block_v):
             assert size & (size - 1) == 0
@@ -48,7 +48,8 @@ def test_shared_memory_that_fits_nothing_is_refused() -> None:
 
 def test_rows_of_a_kv_head_share_one_tile() -> None:
     assert choose(query_heads=6, query_tokens=8).block_m == 32
-    assert choose(query_heads=128, head_dim=128, value_dim=128).block_m == 64
+    # No more: 64 rows would become Hopper's asynchronous dot.
+    assert choose(query_heads=128, head_dim=128, value_dim=128).block_m == 32
 
 
 def test_splits_fill_the_device_twice() -> None:
