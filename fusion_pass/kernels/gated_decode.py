@@ -152,6 +152,34 @@ def find_live_tiles(
 
 
 @triton.jit
+def weigh(logits, row_max, row_sums):
+    """The weights of a tile's keys by its logits, and what the rows' maxima become by them.
+
+    Returns the row maximum, the sums [rows, BLOCK_N] whose sum is the row's, the weights, and what
+    the output so far counts less by.
+    """
+    # Natural logarithms: log2(e) times a finfo.min mask would overflow to -inf.
+    new_max = tl.maximum(row_max, tl.max(logits, axis=1))
+    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2((logits - finite_max[:, None]) * LOG2_E)
+    decay = tl.exp2((row_max - finite_max) * LOG2_E)
+    row_sums = row_sums * decay[:, None] + weights
+    return new_max, row_sums, weights, decay
+
+
+@triton.jit
+def add_values(weights, decay, v, output, INPUT_PRECISION: tl.constexpr):
+    """The unnormalised output with the weighted values of a tile added."""
+    rounded = weights.to(v.dtype)
+    output = tl.dot(rounded, v, output * decay[:, None], input_precision=INPUT_PRECISION)
+    if v.dtype != tl.float32:
+        # What the rounding dropped, so that the weights count with twice V's precision.
+        dropped = (weights - rounded.to(tl.float32)).to(v.dtype)
+        output = tl.dot(dropped, v, output, input_precision=INPUT_PRECISION)
+    return output
+
+
+@triton.jit
 def attend_tile(
     q,
     key,
@@ -214,24 +242,14 @@ def attend_tile(
         # Selected, not added: a dead key's logit may be NaN.
         logits = tl.where(bias == float("-inf"), float("-inf"), logits + bias)
 
-    # Natural logarithms: log2(e) times a finfo.min mask would overflow to -inf.
-    new_max = tl.maximum(row_max, tl.max(logits, axis=1))
-    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2((logits - finite_max[:, None]) * LOG2_E)
-    decay = tl.exp2((row_max - finite_max) * LOG2_E)
-    row_sums = row_sums * decay[:, None] + weights
+    new_max, row_sums, weights, decay = weigh(logits, row_max, row_sums)
     # Keys that no row attends to are not loaded, so that 0 * NaN cannot reach the sum.
     v = tl.load(
         value + start_64 * stride_vn + tile_offsets(stride_vn, stride_vd, BLOCK_N, BLOCK_V, WIDE),
         mask=key_live[:, None] & (value_dims < VALUE_DIM)[None, :],
         other=0.0,
     )
-    rounded = weights.to(v.dtype)
-    output = tl.dot(rounded, v, output * decay[:, None], input_precision=INPUT_PRECISION)
-    if v.dtype != tl.float32:
-        # What the rounding dropped, so that the weights count with twice V's precision.
-        dropped = (weights - rounded.to(tl.float32)).to(v.dtype)
-        output = tl.dot(dropped, v, output, input_precision=INPUT_PRECISION)
+    output = add_values(weights, decay, v, output, INPUT_PRECISION)
     return new_max, row_sums, output
 
 

@@ -11,11 +11,13 @@ import triton.language as tl
 
 from fusion_pass.kernels.gated_decode import (
     LOG2_E,
+    add_values,
     apply_gate,
     prefetch,
     start_reduce,
     tile_offsets,
     wait_for_split,
+    weigh,
 )
 from fusion_pass.kernels.naming import named
 
@@ -116,11 +118,7 @@ def attend_pages(
     logits = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * SCALE
     # Selected, not added: a dead key's logit may be NaN.
     logits = tl.where(visible, logits, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(logits, axis=1))
-    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2((logits - finite_max[:, None]) * LOG2_E)
-    decay = tl.exp2((row_max - finite_max) * LOG2_E)
-    row_sums = row_sums * decay[:, None] + weights
+    new_max, row_sums, weights, decay = weigh(logits, row_max, row_sums)
     # Keys that no row attends to are not loaded, so that 0 * NaN cannot reach the sum.
     v = tl.load(
         value
@@ -130,12 +128,7 @@ def attend_pages(
         mask=in_range[:, None] & (value_dims < VALUE_DIM)[None, :],
         other=0.0,
     )
-    rounded = weights.to(v.dtype)
-    output = tl.dot(rounded, v, output * decay[:, None], input_precision=INPUT_PRECISION)
-    if v.dtype != tl.float32:
-        # What the rounding dropped, so that the weights count with twice V's precision.
-        dropped = (weights - rounded.to(tl.float32)).to(v.dtype)
-        output = tl.dot(dropped, v, output, input_precision=INPUT_PRECISION)
+    output = add_values(weights, decay, v, output, INPUT_PRECISION)
     return new_max, row_sums, output
 
 
