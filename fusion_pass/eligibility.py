@@ -133,19 +133,26 @@ def _mixed_devices(match: GatedAttention, context: Context) -> Decline | None:
 
 def _device(match: GatedAttention, context: Context) -> Decline | None:
     device = tensor(match.attention.query.node).device
-    kind = context.assumed.kind if context.assumed else device.type
-    if kind not in context.config.devices:
-        return Decline(
-            Reason.DEVICE,
-            f"it runs on {kind}; the setting devices is {', '.join(context.config.devices)}",
-        )
-    if kind == "cpu":
+    if refusal := unasked_device(device, context):
+        return refusal
+    if context.assumed is None and device.type == "cpu":
         return _ahead_of_time()
     try:
         kernel_config(match, context)
     except Unlaunchable as unsupported:
         return Decline(Reason.DEVICE, str(unsupported))
     return None
+
+
+def unasked_device(device: torch.device, context: Context) -> Decline | None:
+    """Whether the settings leave alone what runs on a device of this type, or the assumed one."""
+    kind = context.assumed.kind if context.assumed else device.type
+    if kind in context.config.devices:
+        return None
+    return Decline(
+        Reason.DEVICE,
+        f"it runs on {kind}; the setting devices is {', '.join(context.config.devices)}",
+    )
 
 
 def _ahead_of_time() -> Decline | None:

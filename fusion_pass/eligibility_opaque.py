@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fusion_pass.eligibility import Context, numerics, strides
+from fusion_pass.eligibility import Context, numerics, strides, unasked_device
 from fusion_pass.patterns import Decline, GatedAttention, GatedOpaque, Pages, Reason
 from fusion_pass.patterns.trace import tensor
 
@@ -35,13 +35,7 @@ def _device(match: GatedOpaque, context: Context) -> Decline | None:
     gate = match.gate.sigmoid.argument.node
     if tensor(gate).device != device:
         return Decline(Reason.MIXED_DEVICES, f"{gate.name} is not on {device}, as the output is")
-    kind = context.assumed.kind if context.assumed else device.type
-    if kind in context.config.devices:
-        return None
-    return Decline(
-        Reason.DEVICE,
-        f"it runs on {kind}; the setting devices is {', '.join(context.config.devices)}",
-    )
+    return unasked_device(device, context)
 
 
 def _gated_form(match: GatedOpaque, context: Context) -> Decline | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass
 from types import ModuleType
@@ -11,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_pass.launch import Launch, interpretable
+from fusion_pass.launch import DTYPE_NAMES, Launch, interpretable, start
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_DIMS = 5
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _FEW_ELEMENTS = 1 << 17
 
 
@@ -177,7 +175,7 @@ def _compute(
     if len(dims) > MAX_DIMS:
         return _two_kernels(x, gate, out)
     if out.numel():
-        _run(launch_of(x, gate, out, dims), out.device)
+        start([launch_of(x, gate, out, dims)], out.device)
     return out
 
 
@@ -191,7 +189,7 @@ def _has_kernel(*operands: Tensor | None) -> bool:
             continue
         plain = type(operand) in (Tensor, torch.nn.Parameter)
         # A tensor without dimensions does not take part in the promotion of dtypes.
-        if not plain or operand.dtype not in _NAMES or operand.dim() == 0:
+        if not plain or operand.dtype not in DTYPE_NAMES or operand.dim() == 0:
             return False
         if not operand.is_cuda and not (operand.is_cpu and interpretable(operand.dtype)):
             return False
@@ -256,7 +254,7 @@ def launch_of(x: Tensor, gate: Tensor, out: Tensor, dims: list[_Dim]) -> Launch:
             "elements": elements,
             **{f"size_{place}": dim.size for place, dim in enumerate(dims) if place},
             **strides,
-            "SIGMOID_DTYPE": _NAMES[gate.dtype],
+            "SIGMOID_DTYPE": DTYPE_NAMES[gate.dtype],
             "IS_WIDE": max(*spans, elements + block) >= 2**31,
             "BLOCK": block,
         },
@@ -264,12 +262,6 @@ def launch_of(x: Tensor, gate: Tensor, out: Tensor, dims: list[_Dim]) -> Launch:
         num_stages=1,
         label="sigmoid_gate_mul",
     )
-
-
-def _run(launch: Launch, device: torch.device) -> None:
-    guard: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with guard:
-        launch.kernel[launch.grid](**launch.arguments, **launch.options)
 
 
 class _SigmoidGateMul(torch.autograd.Function):

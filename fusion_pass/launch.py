@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
@@ -37,6 +38,7 @@ from fusion_pass.tiling import (
 )
 
 __all__ = [
+    "DTYPE_NAMES",
     "Launch",
     "LaunchConfig",
     "Limits",
@@ -54,11 +56,12 @@ __all__ = [
     "problem_of",
     "run",
     "scratch_sizes",
+    "start",
 ]
 
 SCAN_ELEMENTS = 4096
 _FLOAT32_MIN = torch.finfo(torch.float32).min
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def label(kernel: str, dim: int, dtype: torch.dtype) -> str:
     """What a profile calls a kernel for operands of this head_dim and dtype."""
     from fusion_pass.kernels import naming
 
-    return naming.label(kernel, dim, _DTYPE_NAMES[dtype])
+    return naming.label(kernel, dim, DTYPE_NAMES[dtype])
 
 
 def interpretable(*dtypes: torch.dtype) -> bool:
@@ -210,7 +213,7 @@ def launches(
         "MASKED_ROW": "fill" if fill else "zero" if sinks else masked_row,
         "SINKS": sinks is not None,
         "NUMERICS": numerics,
-        "SIGMOID_DTYPE": _DTYPE_NAMES[sigmoid_dtype or gate.dtype],
+        "SIGMOID_DTYPE": DTYPE_NAMES[sigmoid_dtype or gate.dtype],
         "SCALE": float(scale),
         "GROUP": group,
         "QUERY_TOKENS": int(query_tokens),
@@ -276,6 +279,15 @@ def allocate_scratch(size: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=device)
 
 
+def start(steps: Iterable[Launch], device: torch.device) -> None:
+    """Launch the kernels one after the other on the device's current stream."""
+    # Triton launches on the current device, which need not be the operands'.
+    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with guard:
+        for step in steps:
+            step.kernel[step.grid](**step.arguments, **step.options)
+
+
 def run(
     query: Tensor,
     key: Tensor,
@@ -308,27 +320,24 @@ def run(
         name: allocate_scratch(size, query.device)
         for name, size in scratch_sizes(config, q, v, fill=fills(m, mask_fill)).items()
     }
-    # Triton launches on the current device, which need not be the operands'.
-    guard = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
-    with guard:
-        for launch in launches(
-            config,
-            query=q,
-            key=k,
-            value=v,
-            gate=Operand.of(gate),
-            mask=m,
-            output=output,
-            **scratch,
-            scale=scale,
-            mask_fill=mask_fill,
-            masked_row=masked_row,
-            numerics=numerics,
-            sinks=None if sinks is None else Operand.of(sinks),
-            sigmoid_dtype=sigmoid_dtype,
-            input_precision=float32_precision(query.dtype, query.device),
-        ):
-            launch.kernel[launch.grid](**launch.arguments, **launch.options)
+    steps = launches(
+        config,
+        query=q,
+        key=k,
+        value=v,
+        gate=Operand.of(gate),
+        mask=m,
+        output=output,
+        **scratch,
+        scale=scale,
+        mask_fill=mask_fill,
+        masked_row=masked_row,
+        numerics=numerics,
+        sinks=None if sinks is None else Operand.of(sinks),
+        sigmoid_dtype=sigmoid_dtype,
+        input_precision=float32_precision(query.dtype, query.device),
+    )
+    start(steps, query.device)
     return output
 
 

@@ -158,35 +158,39 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_inductor_sees_that_only_scratch_and_output_are_written(case: str) -> None:
     """Otherwise it would assume that K, V and everything else is mutated, and copy them."""
-    dtypes = {name: dtype for dtype, name in POINTERS.items()}
-    written = []
-    for step in build(TARGETS["sm_90"], **CASES[case]):
-        arguments = {
-            name: torch.empty(16, dtype=dtypes[value]) if value in dtypes else value
-            for name, value in step.arguments.items()
-        }
-        written.append(_written(step.kernel, arguments))
+    written = [written_by(step, POINTERS) for step in build(TARGETS["sm_90"], **CASES[case])]
     assert written == [{"accumulator", "statistics"}, {"output"}][-len(written) :]
 
 
-def _written(kernel: Any, arguments: dict[str, Any]) -> set[str]:
+def written_by(step: Launch, pointers: dict[torch.dtype, str]) -> set[str]:
+    """The arguments that Inductor sees a launch write; `pointers` are their types in Triton."""
     from torch._higher_order_ops import triton_kernel_wrap
 
+    dtypes = {name: dtype for dtype, name in pointers.items()}
+    arguments = {
+        name: torch.empty(16, dtype=dtypes[value]) if value in dtypes else value
+        for name, value in step.arguments.items()
+    }
     if hasattr(triton_kernel_wrap, "identify_mutated_tensors"):  # torch 2.11
-        return set(triton_kernel_wrap.identify_mutated_tensors(kernel, arguments, {}))
-    accesses = triton_kernel_wrap.identify_accessed_tensors(kernel, arguments, {})
+        return set(triton_kernel_wrap.identify_mutated_tensors(step.kernel, arguments, {}))
+    accesses = triton_kernel_wrap.identify_accessed_tensors(step.kernel, arguments, {})
     return {dependency.name for dependency in accesses.read_writes.writes}
 
 
 def test_inductor_carries_every_helper_into_its_source() -> None:
+    for step in build(TARGETS["sm_90"], **CASES["verify"]):
+        check_source(step)
+
+
+def check_source(step: Launch) -> None:
+    """What Inductor copies of a kernel defines everything that it calls."""
     from torch._inductor.codegen.wrapper import (
         user_defined_triton_kernel_transitive_closure_source_code as closure,
     )
 
-    for step in build(TARGETS["sm_90"], **CASES["verify"]):
-        source = closure(step.kernel)
-        compile(source, "generated", "exec")
-        called = set(re.findall(r"(?<![\w.])([a-z_]\w+)\(", re.sub(r"#.*", "", source)))
-        defined = set(re.findall(r"def (\w+)\(", source)) | set(re.findall(r"as (\w+)", source))
-        assert called <= defined | {"range", "float"}
-        assert "LOG2_E = tl.constexpr(" in source
+    source = closure(step.kernel)
+    compile(source, "generated", "exec")
+    called = set(re.findall(r"(?<![\w.])([a-z_]\w+)\(", re.sub(r"#.*", "", source)))
+    defined = set(re.findall(r"def (\w+)\(", source)) | set(re.findall(r"as (\w+)", source))
+    assert called <= defined | {"range", "float"}
+    assert "LOG2_E = tl.constexpr(" in source

@@ -44,13 +44,13 @@ class TestInterpreted:
         module = load("fusion_pass.kernels.sigmoid_gate_mul")
         monkeypatch.setattr(gate_mul, "kernels", lambda: module)
         monkeypatch.setattr(gate_mul, "interpretable", lambda dtype: dtype is not torch.bfloat16)
-        original, self.launches = gate_mul._run, 0
+        original, self.launches = gate_mul.start, 0
 
         def counting(*args: Any) -> None:
             self.launches += 1
             original(*args)
 
-        monkeypatch.setattr(gate_mul, "_run", counting)
+        monkeypatch.setattr(gate_mul, "start", counting)
 
     def check(self, x: Tensor, gate: Tensor, launches: int = 1) -> None:
         copies = x.clone(), gate.clone()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import sympy
 import torch
-import torch._inductor.codegen.wrapper as inductor_wrapper
 from torch import Tensor
 from torch._inductor import ir
 from torch._inductor.graph import GraphLowering
@@ -26,8 +25,9 @@ from tests.test_aot import (
     POINTERS,
     TARGETS,
     _driver,  # noqa: F401  (a fixture)
-    _written,
+    check_source,
     compile_for,
+    written_by,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -143,26 +143,13 @@ def test_a_page_of_whole_tiles_is_looked_up_once_a_tile() -> None:
 @pytest.mark.usefixtures("_driver")
 @pytest.mark.parametrize("case", CASES)
 def test_inductor_sees_that_only_scratch_and_output_are_written(case: str) -> None:
-    dtypes = {name: dtype for dtype, name in NAMES.items()}
-    written = []
-    for step in build(TARGETS["sm_90"], **CASES[case]):
-        arguments = {
-            name: torch.empty(16, dtype=dtypes[value]) if value in dtypes else value
-            for name, value in step.arguments.items()
-        }
-        written.append(_written(step.kernel, arguments))
+    written = [written_by(step, NAMES) for step in build(TARGETS["sm_90"], **CASES[case])]
     assert written == [{"accumulator", "statistics"}, {"output"}]
 
 
 def test_inductor_carries_every_helper_into_its_source() -> None:
-    closure = inductor_wrapper.user_defined_triton_kernel_transitive_closure_source_code
     for step in build(TARGETS["sm_90"], **CASES["verify"]):
-        source = closure(step.kernel)
-        compile(source, "generated", "exec")
-        called = set(re.findall(r"(?<![\w.])([a-z_]\w+)\(", re.sub(r"#.*", "", source)))
-        defined = set(re.findall(r"def (\w+)\(", source)) | set(re.findall(r"as (\w+)", source))
-        assert called <= defined | {"range", "float"}
-        assert "LOG2_E = tl.constexpr(" in source
+        check_source(step)
 
 
 @pytest.mark.usefixtures("_driver")

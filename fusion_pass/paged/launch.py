@@ -5,22 +5,26 @@ Importing this module does not import triton.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fusion_pass.launch import Launch, allocate_scratch, float32_precision, label
+from fusion_pass.launch import (
+    DTYPE_NAMES,
+    Launch,
+    allocate_scratch,
+    float32_precision,
+    label,
+    start,
+)
 from fusion_pass.operand import Operand, passes_32_bits, plain, static, strides
 from fusion_pass.paged.operands import PagedModes, PagedOperands
 from fusion_pass.tiling import LaunchConfig, Problem, choose, device_limits, next_power_of_2
 
 # No length passes 2^31, and the kernel subtracts a window from a length in 32 bits.
 WIDEST_WINDOW = 2**31 - 2**16
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def kernels() -> ModuleType:
@@ -164,7 +168,7 @@ def launches(
             **strides("g", "thd", gate),
             **strides("s", "h", operands.sinks),
             "NUMERICS": modes.numerics,
-            "SIGMOID_DTYPE": _DTYPE_NAMES[sigmoid_dtype],
+            "SIGMOID_DTYPE": DTYPE_NAMES[sigmoid_dtype],
             "QUERY_HEADS": int(query_heads),
             "BLOCK_SPLITS": next_power_of_2(config.num_splits),
             "BLOCK_V": config.reduce_block_v,
@@ -198,19 +202,15 @@ def run(
         name: allocate_scratch(size, query.device)
         for name, size in scratch_sizes(config, views).items()
     }
-    # Triton launches on the current device, which need not be the operands'.
-    guard = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
-    with guard:
-        for launch in launches(
-            config,
-            views,
-            modes,
-            output=output,
-            accumulator=scratch["accumulator"],
-            statistics=scratch["statistics"],
-            input_precision=float32_precision(query.dtype, query.device),
-        ):
-            launch.kernel[launch.grid](**launch.arguments, **launch.options)
+    steps = launches(
+        config,
+        views,
+        modes,
+        output=output,
+        **scratch,
+        input_precision=float32_precision(query.dtype, query.device),
+    )
+    start(steps, query.device)
     return output
 
 
