@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import tempfile
@@ -16,6 +17,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 POLL_SECONDS = 1.0
+# Before a rank is ended for being late, it tells where it is.
+TELL_SECONDS = 5.0
 
 
 def run_ranks(
@@ -56,6 +59,7 @@ def _rank(
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/caches"
     # Making them costs more than all that is compiled here.
     os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
+    faulthandler.dump_traceback_later(max(1.0, seconds - TELL_SECONDS))
     device = torch.device(device_type, rank if device_type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
