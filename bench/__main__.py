@@ -1,7 +1,7 @@
 """Every benchmark in one command: `python -m bench [--quick] [--only RUN ...]`.
 
 Runs share out the machine's GPUs, one process each, so that four GPUs take a quarter of the time.
-Those that time the host come last and alone.
+Those that time the host, or need several GPUs, come last and alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ POLL_SECONDS = 0.5
 class Job:
     """One run: a module of bench and its options.
 
-    An exclusive one has the machine to itself; --quick leaves out those that are not `quick`.
+    An exclusive one has the machine to itself, and alone can have more than one of its GPUs;
+    --quick leaves out those that are not `quick`.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Job:
     options: tuple[str, ...] = ()
     exclusive: bool = False
     quick: bool = True
+    gpus: int = 1
 
 
 JOBS = (
@@ -43,6 +45,8 @@ JOBS = (
     ),
     Job("kernel", "bench.kernel"),
     Job("gate", "bench.gate"),
+    Job("paged", "bench.paged"),
+    Job("tensor_parallel", "bench.model", ("--tp", "2"), exclusive=True, gpus=2),
     Job("host", "bench.host", exclusive=True),
     Job("compile_time", "bench.compile_time", exclusive=True),
 )
@@ -67,20 +71,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def start(job: Job, gpu: int) -> subprocess.Popen[bytes]:
         tell(f"GPU {gpu}: {job.name} {' '.join(job.options)}")
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        chosen = visible.split(",")[gpu] if visible else str(gpu)
         return subprocess.Popen(
             [sys.executable, "-m", job.module, *job.options, *extra],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": chosen},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": devices(gpu, job.gpus)},
         )
 
-    named = [job for job in JOBS if job.name in arguments.only]
-    jobs = [job for job in named if job.quick or not arguments.quick]
+    jobs = chosen(arguments.only, arguments.quick, gpus)
     failures = share_out([job for job in jobs if not job.exclusive], gpus, start)
     failures += share_out([job for job in jobs if job.exclusive], 1, start)
     for job in failures:
         tell(f"failed: {job.name} {' '.join(job.options)}")
     return 1 if failures else 0
+
+
+def chosen(names: Sequence[str], quick: bool, gpus: int) -> list[Job]:
+    """The jobs of these names that this many GPUs can run; says which they cannot."""
+    named = [job for job in JOBS if job.name in names and (job.quick or not quick)]
+    for job in named:
+        if job.gpus > gpus:
+            tell(f"left out: {job.name} needs {job.gpus} GPUs, and there is {gpus}")
+    return [job for job in named if job.gpus <= gpus]
+
+
+def devices(first: int, count: int) -> str:
+    """CUDA_VISIBLE_DEVICES for `count` of the GPUs that are visible here, from `first` on."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(gpu) for gpu in range(first + count)]
+    return ",".join(names[first : first + count])
 
 
 def share_out(jobs: Sequence[Job], gpus: int, start: Start) -> list[Job]:

@@ -9,7 +9,10 @@ from typing import Any
 
 from bench.tables import (
     ABSENT,
+    COMPILED,
+    EAGER,
     FUSED,
+    MODES,
     STOCK,
     Cell,
     Data,
@@ -18,9 +21,11 @@ from bench.tables import (
     median,
     number,
     of_kind,
+    over_fused,
     table,
 )
 
+DENSE, FLASHINFER = "dense", "flashinfer"
 LIVE, SHORT, LONG = 600, 4096, 131072
 
 
@@ -103,7 +108,7 @@ def model(data: Data) -> list[Bar]:
         speedup = _speedup(steps.get((name, capacity, batch, live), {}).get("graph", {}))
         words = f"{name}, capacity {capacity}, batch {batch}, {live} live: stock over fused"
         found.append(Bar(words, speedup, limit))
-    for mode, words in (("graph", "with"), ("no_graph", "without")):
+    for mode, words in zip(MODES, ("with", "without"), strict=True):
         margins = [
             speedup * (1 + _spread(timings[mode]))
             for timings in steps.values()
@@ -118,11 +123,39 @@ def gate(data: Data) -> list[Bar]:
     """What the fused gate saves; the pull request that it follows had 1.36 to 1.44."""
     found = []
     for cell in of_kind(data, "gate"):
-        own = median(cell, FUSED)
-        for name in ("separate, eager", "separate, compiled"):
-            other = median(cell, name)
-            value = None if own is None or other is None else other / own
-            found.append(Bar(f"batch {cell['shape']['B']}: {name} over fused", value, 1.0))
+        for name in (EAGER, COMPILED):
+            bar = f"batch {cell['shape']['B']}: {name} over fused"
+            found.append(Bar(bar, over_fused(cell, name), 1.0))
+    return found
+
+
+# The least time of a separate eager gate over the fused one, by batch; and where the paged kernels
+# may take a tenth longer than the dense ones.
+PAGED_GATE_BARS = {1: 1.40, 4: 1.35}
+PAGED_LONG = 32768
+
+
+def paged(data: Data) -> list[Bar]:
+    """Paged decode against its rivals, and the gate and the product alone."""
+    cells = of_kind(data, "grid")
+    rivals = _all_over_fused(cells, FLASHINFER)
+    separate = _all_over_fused(cells, COMPILED)
+    long = [cell for cell in cells if cell["shape"]["S"] == PAGED_LONG]
+    dense = [1 / ratio for ratio in _all_over_fused(long, DENSE)]
+    most = max(dense, default=None)
+    found = [
+        Bar("FlashInfer over fused, geometric mean", _mean(rivals), 1.25),
+        Bar("FlashInfer over fused, least", min(rivals, default=None), 0.98),
+        Bar("un-gated and a compiled gate over fused, least", min(separate, default=None), 1.0),
+        Bar(f"fused over dense at {PAGED_LONG}, most", most, 1.1, at_least=False),
+    ]
+    gates = {cell["shape"]["B"]: cell for cell in of_kind(data, "gate")}
+    for batch, limit in PAGED_GATE_BARS.items():
+        value = over_fused(gates.get(batch, {}), EAGER)
+        found.append(Bar(f"batch {batch}: separate eager gate over fused", value, limit))
+    shares = [1 / ratio for ratio in _all_over_fused(of_kind(data, "product"), EAGER)]
+    product = max(shares, default=None)
+    found.append(Bar("sigmoid_gate_mul over eager, most", product, 0.6, at_least=False))
     return found
 
 
@@ -157,6 +190,7 @@ BARS: Mapping[str, Callable[[Data], list[Bar]]] = {
     "kernel": kernel,
     "model": model,
     "gate": gate,
+    "paged": paged,
     "host": host,
     "compile_time": compile_time,
 }
@@ -192,6 +226,11 @@ def _ratio(cell: Cell, numerator: str, denominator: str) -> float | None:
     """The quotient of two arms of ours."""
     above, below = (median(cell, f"{FUSED} {name}") for name in (numerator, denominator))
     return None if above is None or below is None else above / below
+
+
+def _all_over_fused(cells: Sequence[Cell], name: str) -> list[float]:
+    """A candidate's time over ours, of each cell that has both."""
+    return [ratio for cell in cells if (ratio := over_fused(cell, name)) is not None]
 
 
 def _speedup(timings: Cell) -> float | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench import geometry, operands, paged_operands
-from bench.bars import Bar
+from bench.bars import DENSE
 from bench.entries import Entry
 from bench.gate import sigmoid_multiply
 from bench.geometry import Geometry
@@ -26,14 +26,14 @@ from bench.operands import Operands, Truth
 from bench.peers import FLASHINFER, OURS, PEERS, Peer
 from bench.results import candidates, failed
 from bench.session import Session, parser, tell
-from bench.tables import geometric_mean, median, of_kind
+from bench.tables import COMPILED, EAGER, FUSED
 from fusion_pass.paged.operands import PagedModes
 from fusion_pass.timing import Arm, Summary, capture, interleave, with_null
 
-FUSED, SEPARATE, EAGER, DENSE = "fused", "separate, compiled", "separate, eager", "dense"
 GEOMETRIES = geometry.GEOMETRIES[:2]
+PARTS = ("gate", "product", "grid")
 PAGE_SIZES = (1, 16, 64)
-DENSE_PAGE, LONG = 16, 32768
+DENSE_PAGE = 16
 # FreeToken's pull request: four calls a graph and 50 replays a sample, alternating.
 GATE_LENGTHS = ((512,), (512, 495, 478, 461))
 GATE_CALLS, GATE_REPLAYS = 4, 50
@@ -54,10 +54,10 @@ class Cell:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the parts that the options name; returns the exit status."""
     options = parser("paged", __doc__, 280)
-    options.add_argument("--only", nargs="+", choices=("gate", "product", "grid"), help="parts")
+    options.add_argument("--only", nargs="+", choices=PARTS, help="parts")
     arguments = options.parse_args(argv)
-    parts = arguments.only or ("gate", "product", "grid")
-    session = Session.begin("paged", arguments)
+    parts = arguments.only or PARTS
+    session = Session.begin("-".join(["paged", *(arguments.only or ())]), arguments)
     flashinfer = next(peer for peer in PEERS if peer.name == FLASHINFER)
     absent = flashinfer.missing()
     if absent is not None:
@@ -77,8 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure = partial(grid, session, absent is None)
         session.each(cells, measure, describe_grid, "grid")
         contents.cache_clear()
-    for bar in bars(session.results.data):
-        tell(f"{bar.name}: {' '.join(bar.row[1:])}")
     return session.finish()
 
 
@@ -93,7 +91,7 @@ def grid(session: Session, has_flashinfer: bool, cell: Cell) -> dict[str, Any]:
 
     peers = [
         Peer(FUSED, lambda _: paged_operands.ours(paged, modes)),
-        Peer(SEPARATE, compiled(paged_operands.separate)),
+        Peer(COMPILED, compiled(paged_operands.separate)),
     ]
     if has_flashinfer:
         peers.append(Peer(FLASHINFER, compiled(paged_operands.flashinfer)))
@@ -123,7 +121,7 @@ def gate(session: Session, lengths: tuple[int, ...]) -> dict[str, Any]:
     calls = {
         FUSED: paged_operands.ours(paged, modes),
         EAGER: paged_operands.separate(paged, modes, sigmoid_multiply),
-        SEPARATE: paged_operands.separate(paged, modes, compiled),
+        COMPILED: paged_operands.separate(paged, modes, compiled),
     }
     if not torch.equal(calls[FUSED](), calls[EAGER]()):
         return {"candidates": {FUSED: failed("wrong: not what un-gated and torch give")}}
@@ -173,37 +171,6 @@ def _each(summary: Summary, count: int) -> Summary:
         p20=summary.p20 / count,
         p80=summary.p80 / count,
     )
-
-
-def bars(data: Mapping[str, Any]) -> list[Bar]:
-    """The bars of paged decode against what was measured."""
-    cells = of_kind(data, "grid")
-    rivals = _ratios(cells, FLASHINFER)
-    dense = _ratios([cell for cell in cells if cell["shape"]["S"] == LONG], DENSE)
-    found = [
-        Bar("FlashInfer over fused, geometric mean", _mean(rivals), 1.25),
-        Bar("FlashInfer over fused, least", min(rivals, default=None), 0.98),
-        Bar("un-gated over fused, least", min(_ratios(cells, SEPARATE), default=None), 1.0),
-        Bar(f"dense over fused at {LONG}, least", min(dense, default=None), 1 / 1.1),
-    ]
-    for cell, limit in zip(of_kind(data, "gate"), (1.40, 1.35), strict=False):
-        name = f"batch {cell['shape']['B']}: separate eager gate over fused"
-        found.append(Bar(name, min(_ratios([cell], EAGER), default=None), limit))
-    shares = [1 / ratio for ratio in _ratios(of_kind(data, "product"), EAGER)]
-    found.append(
-        Bar("sigmoid_gate_mul over eager, most", max(shares, default=None), 0.6, at_least=False)
-    )
-    return found
-
-
-def _ratios(cells: Sequence[Mapping[str, Any]], other: str) -> list[float]:
-    """The other's time over ours, of each cell that has both."""
-    pairs = [(median(cell, other), median(cell, FUSED)) for cell in cells]
-    return [theirs / own for theirs, own in pairs if theirs is not None and own is not None]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return geometric_mean(values) if values else None
 
 
 def describe_grid(cell: Cell) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import bars, tables
+from bench import bars, paged_tables, tables
 from bench.plot import Chart, svg
 from bench.results import load
 
@@ -27,6 +27,7 @@ PLOTS = "plots"
 # Marker, the run whose results it shows, and the renderer.
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     **tables.TABLES,
+    **paged_tables.TABLES,
     **{f"{run}-bars": (run, bars.rows(run)) for run in bars.BARS},
 }
 
@@ -41,9 +42,10 @@ class Source:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The first file with the cells of all."""
+        """The first file with the cells of all, and with whom any of them misses."""
         cells = [cell for file in self.files for cell in file["cells"]]
-        return {**self.files[0], "cells": cells}
+        missing = {name: why for file in self.files for name, why in file["missing"].items()}
+        return {**self.files[0], "cells": cells, "missing": missing}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.geometry import GEOMETRIES, GRID
@@ -11,7 +11,10 @@ from bench.geometry import GEOMETRIES, GRID
 Cell = Mapping[str, Any]
 Data = Mapping[str, Any]
 FUSED, STOCK = "fused", "stock"
+EAGER, COMPILED = "separate, eager", "separate, compiled"
 ABSENT = "-"
+SHARDED = " GPUs"
+MODES = ("graph", "no_graph")
 
 
 def environment(data: Data) -> str:
@@ -37,7 +40,7 @@ def kernel(data: Data) -> list[str]:
         return []
     found = {(c["shape"]["geometry"], c["shape"]["B"], c["shape"]["S"]): c for c in cells}
     shown = [g for g in GEOMETRIES if any(key[0] == g.name for key in found)]
-    header = ["batch, KV length", *(_heads(g.query_heads, g.kv_heads, g.head_dim) for g in shown)]
+    header = ["batch, KV length", *(heads(g.query_heads, g.kv_heads, g.head_dim) for g in shown)]
     rows = [
         [f"{batch}, {length}", *(_kernel_cell(found.get((g.name, batch, length))) for g in shown)]
         for batch, length in GRID
@@ -64,19 +67,15 @@ def kernel_summary(cells: Sequence[Cell]) -> list[str]:
 def kernel_all(data: Data) -> list[str]:
     """The median of every candidate on every cell of the grid, in us."""
     cells = of_kind(data, "grid")
-    names = list(dict.fromkeys(name for cell in cells for name in cell.get("candidates", {})))
+    names = candidate_names(cells)
     header = ["heads, batch, KV length", "floor", *names, "null"]
     rows = []
     for cell in cells:
         shape = cell["shape"]
-        label = f"{_heads(shape['Hq'], shape['Hkv'], shape['D'])}, {shape['B']}, {shape['S']}"
-        null = (cell.get("null") or {}).get("median_us")
-        floor = cell.get("floor_us")
-        times = [_time(cell, name) for name in names]
-        rows.append([label, number(floor), *times, number(null)])
-    missing = [f"Not measured: {name}, {why}." for name, why in data.get("missing", {}).items()]
-    lines = table(header, rows) if rows else []
-    return [*lines, "", *missing] if lines and missing else lines
+        label = f"{heads(shape['Hq'], shape['Hkv'], shape['D'])}, {shape['B']}, {shape['S']}"
+        times = [time_of(cell, name) for name in names]
+        rows.append([label, number(cell.get("floor_us")), *times, null_time(cell)])
+    return [*table(header, rows), *not_measured(data, names)] if rows else []
 
 
 def arms(kind: str) -> Callable[[Data], list[str]]:
@@ -84,19 +83,19 @@ def arms(kind: str) -> Callable[[Data], list[str]]:
 
     def render(data: Data) -> list[str]:
         cells = of_kind(data, kind)
-        names = list(dict.fromkeys(name for cell in cells for name in cell.get("candidates", {})))
+        names = candidate_names(cells)
         header = ["us", *(f"batch {cell['shape']['B']}" for cell in cells)]
-        rows = [[name, *(_time(cell, name) for cell in cells)] for name in names]
+        rows = [[name, *(time_of(cell, name) for cell in cells)] for name in names]
         return table(header, rows) if rows else []
 
     return render
 
 
 def model(mode: str) -> Callable[[Data], list[str]]:
-    """The renderer of decode steps: `mode` is "graph" or "no_graph"."""
+    """The renderer of decode steps on one GPU: `mode` is "graph" or "no_graph"."""
 
     def render(data: Data) -> list[str]:
-        cells = of_kind(data, "step")
+        cells = [cell for cell in of_kind(data, "step") if not _is_sharded(cell)]
         found = {tuple(cell["shape"].values()): cell for cell in cells}
         batches = sorted({cell["shape"]["B"] for cell in cells})
         names = dict.fromkeys(cell["shape"]["model"] for cell in cells)
@@ -116,6 +115,20 @@ def model(mode: str) -> Callable[[Data], list[str]]:
     return render
 
 
+def tensor_parallel(data: Data) -> list[str]:
+    """Decode steps of one model over several GPUs."""
+    rows = []
+    for cell in of_kind(data, "step"):
+        if not _is_sharded(cell):
+            continue
+        shape = cell["shape"]
+        label = [shape["model"], *(str(shape[name]) for name in ("B", "capacity"))]
+        for live in cell.get("live") or (ABSENT,):
+            rows.append([*label, live, *(_step_cell(cell, live, mode) for mode in MODES)])
+    header = ["model", "batch", "capacity", "live", "CUDA graph", "without"]
+    return table(header, rows) if rows else []
+
+
 def generate(data: Data) -> list[str]:
     """Tokens a second of generate()."""
     cells = [cell for cell in of_kind(data, "generate") if "tokens_per_s" in cell]
@@ -126,7 +139,7 @@ def generate(data: Data) -> list[str]:
 def host(data: Data) -> list[str]:
     """Host time of a step without CUDA graphs."""
     rows = [
-        [f"{cell['shape']['layers']} layers, {label}", _time(part, STOCK), _time(part, FUSED)]
+        [f"{cell['shape']['layers']} layers, {label}", time_of(part, STOCK), time_of(part, FUSED)]
         for cell in of_kind(data, "host")
         for key, label in (("returns", "until the call returns"), ("done", "until it is done"))
         if (part := cell.get(key))
@@ -160,6 +173,7 @@ TABLES: dict[str, tuple[str, Callable[[Data], list[str]]]] = {
     "tokens": ("kernel", arms("tokens")),
     "model": ("model", model("graph")),
     "model-no-graph": ("model", model("no_graph")),
+    "tensor-parallel": ("model", tensor_parallel),
     "generate": ("model", generate),
     "gate": ("gate", arms("gate")),
     "host": ("host", host),
@@ -178,18 +192,20 @@ def median(cell: Cell, name: str) -> float | None:
     return None if value is None else float(value)
 
 
-def best_peer(cell: Cell) -> tuple[str, float] | None:
-    """The fastest candidate but ours, and its time over ours."""
-    own = median(cell, FUSED)
+def over_fused(cell: Cell, name: str) -> float | None:
+    """A candidate's time over ours; None where one of them has none."""
+    own, other = median(cell, FUSED), median(cell, name)
+    return None if own is None or other is None else other / own
+
+
+def best_peer(cell: Cell, besides: Container[str] = ()) -> tuple[str, float] | None:
+    """The fastest candidate but ours and those of `besides`, and its time over ours."""
     others = {
-        name: time
+        name: ratio
         for name in cell.get("candidates", {})
-        if name != FUSED and (time := median(cell, name)) is not None
+        if name != FUSED and name not in besides and (ratio := over_fused(cell, name)) is not None
     }
-    if own is None or not others:
-        return None
-    name = min(others, key=lambda other: others[other])
-    return name, others[name] / own
+    return min(others.items(), key=lambda other: other[1], default=None)
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -211,13 +227,36 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def _heads(query: int, key: int, width: int) -> str:
+def heads(query: int, key: int, width: int) -> str:
+    """A geometry in words."""
     return f"{query}/{key} heads of {width}"
 
 
-def _time(cell: Cell, name: str) -> str:
+def candidate_names(cells: Iterable[Cell]) -> list[str]:
+    """Whom any of the cells tells of, in their order."""
+    return list(dict.fromkeys(name for cell in cells for name in cell.get("candidates", {})))
+
+
+def not_measured(data: Data, names: Container[str]) -> list[str]:
+    """Why who is not among the names was not measured, below a table."""
+    missing = data.get("missing", {}).items()
+    lines = [f"Not measured: {name}, {why}." for name, why in missing if name not in names]
+    return ["", *lines] if lines else []
+
+
+def null_time(cell: Cell) -> str:
+    """The null arm's median in us."""
+    return number((cell.get("null") or {}).get("median_us"))
+
+
+def time_of(cell: Cell, name: str) -> str:
+    """A candidate's median in us, or that it failed."""
     entry = cell.get("candidates", {}).get(name, {})
     return "failed" if "failed" in entry else number(entry.get("median_us"))
+
+
+def _is_sharded(cell: Cell) -> bool:
+    return bool(cell["shape"]["model"].endswith(SHARDED))
 
 
 def _kernel_cell(cell: Cell | None) -> str:

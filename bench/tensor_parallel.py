@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(world: int, cell: Cell) -> dict[str, Any]:
-    """The cell's kind and shape, by which the table of `bench.model` shows it."""
+    """The cell's kind and shape, by which the tensor-parallel table shows it."""
     name = f"dense on {world} GPUs"
     return {"kind": "step", "shape": {"model": name, "B": cell.batch, "capacity": cell.capacity}}
 

@@ -169,6 +169,8 @@ def main() -> None:
     print(f"rank {rank}: tokens equal: {answer['tokens equal']}; {answer['fusion_pass']}")
     if arguments.report:
         (arguments.report / f"rank-{rank}.json").write_text(json.dumps(answer))
+    # NCCL would wait for ever for captured graphs (--mode reduce-overhead).
+    torch.compiler.reset()
     dist.destroy_process_group()
 
 

@@ -261,6 +261,7 @@ def launch_of(x: Tensor, gate: Tensor, out: Tensor, dims: list[_Dim]) -> Launch:
         num_warps=1 if few else 4,
         num_stages=1,
         label="sigmoid_gate_mul",
+        writes=("output",),
     )
 
 

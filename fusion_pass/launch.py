@@ -68,8 +68,8 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 class Launch:
     """One kernel launch: `kernel[grid](**arguments, **options)`.
 
-    A profile calls it `label`. A `dependent` launch may begin before the one before it ends
-    (`launch_pdl` of Triton).
+    A profile calls it `label`; `writes` names the arguments that the kernel writes to. A
+    `dependent` launch may begin before the one before it ends (`launch_pdl` of Triton).
     """
 
     kernel: Any
@@ -78,6 +78,7 @@ class Launch:
     num_warps: int
     num_stages: int
     label: str
+    writes: tuple[str, ...]
     dependent: bool = False
 
     @property
@@ -245,6 +246,7 @@ def launches(
         num_warps=config.split_warps,
         num_stages=config.split_stages,
         label=label("gated_decode_split", int(head_dim), query.dtype),
+        writes=("output",) if single else ("accumulator", "statistics"),
     )
     if single:
         return (split,)
@@ -269,6 +271,7 @@ def launches(
         num_warps=config.reduce_warps,
         num_stages=1,
         label=label("gated_decode_reduce", int(head_dim), query.dtype),
+        writes=("output",),
         dependent=config.dependent_launch,
     )
     return split, reduce

@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,16 +144,71 @@ def _emit(step: Launch) -> None:
     """Add one kernel launch to the graph being lowered."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-    node = _labelled_kernel()(
-        kernel_idx=kernel_side_table.add_kernel(
-            _configured(step.kernel, step.num_warps, step.num_stages)
-        ),
-        grid=[step.grid],
-        tma_descriptor_metadata={},
-        kernel_args=step.arguments,
-        **keywords_since_214(),
-    )
+    with _writes_known(step):
+        node = _labelled_kernel()(
+            kernel_idx=kernel_side_table.add_kernel(
+                _configured(step.kernel, step.num_warps, step.num_stages)
+            ),
+            grid=[step.grid],
+            tma_descriptor_metadata={},
+            kernel_args=step.arguments,
+            **keywords_since_214(),
+        )
     node.launch = step
+
+
+_analysis = threading.Lock()
+
+
+@contextmanager
+def _writes_known(step: Launch) -> Iterator[None]:
+    """Tell Inductor what the launch writes, which it would compile the kernel to find out.
+
+    That costs it more than all the rest of a launch: 70 ms a kernel, for every layer anew.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    name = analysis_name()
+    analyse = getattr(triton_kernel_wrap, name)
+
+    def known(kernel: Any, *rest: Any, **keywords: Any) -> Any:
+        # Another thread's kernel may come here.
+        return _accesses(step) if kernel is step.kernel else analyse(kernel, *rest, **keywords)
+
+    with _analysis:
+        setattr(triton_kernel_wrap, name, known)
+        try:
+            yield
+        finally:
+            setattr(triton_kernel_wrap, name, analyse)
+
+
+def analysis_name() -> str:
+    """The function that Inductor asks which arguments a user's kernel accesses."""
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    since_212 = "identify_accessed_tensors"
+    return since_212 if hasattr(triton_kernel_wrap, since_212) else "identify_mutated_tensors"
+
+
+def _accesses(step: Launch) -> Any:
+    """What Inductor's analysis of the launch returns, see `analysis_name`."""
+    if analysis_name() == "identify_mutated_tensors":
+        return list(step.writes)
+    from torch._higher_order_ops.triton_kernel_wrap import TensorAccesses
+    from torch._inductor.dependencies import ReadWrites, StarDep
+    from torch._inductor.ir import TensorBox
+    from torch.utils._ordered_set import OrderedSet
+
+    tensors = [name for name, value in step.arguments.items() if isinstance(value, TensorBox)]
+    return TensorAccesses(
+        ReadWrites(
+            reads=OrderedSet(StarDep(name) for name in tensors if name not in step.writes),
+            writes=OrderedSet(StarDep(name) for name in step.writes),
+            index_exprs=OrderedSet(),
+        ),
+        can_fuse_epilogue=False,
+    )
 
 
 @functools.cache

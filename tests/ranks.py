@@ -73,6 +73,8 @@ def _rank(
         device_id=device if device.type == "cuda" else None,
     )
     _result(folder, rank).write_bytes(pickle.dumps(function(device)))
+    # NCCL waits for captured graphs that hold its communicator.
+    torch.compiler.reset()
     dist.barrier()
     dist.destroy_process_group()
 

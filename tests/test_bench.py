@@ -33,8 +33,12 @@ from bench import (
     model,
     models,
     operands,
+    paged,
+    paged_operands,
+    paged_tables,
     peers,
     report,
+    tables,
 )
 from bench.ceilings import Ceilings
 from bench.geometry import GEOMETRIES, GRID, Geometry, named
@@ -44,6 +48,7 @@ from bench.results import Results, candidates, failed, load
 from bench.session import Session
 from fusion_pass import timing
 from fusion_pass.environment import COMMIT_VARIABLE, DIRTY_VARIABLE
+from fusion_pass.paged import reference
 from fusion_pass.timing import (
     NULL,
     Arm,
@@ -214,7 +219,7 @@ def test_the_environment_is_described_without_a_gpu(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("run", [everything.main, kernel.main, model.main])
+@pytest.mark.parametrize("run", [everything.main, kernel.main, model.main, paged.main])
 def test_runs_say_that_they_need_a_gpu(run: Callable[[list[str]], int]) -> None:
     with pytest.raises(SystemExit, match="needs a CUDA device"):
         run(["--quick"])
@@ -243,6 +248,27 @@ def test_runs_are_shared_out_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert everything.share_out(jobs, 2, start) == [jobs[2]]
     assert started == [("a", 0), ("b", 1), ("c", 1), ("d", 1)]
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_run_over_two_gpus_is_left_out_where_there_is_one(
+    gpus: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = everything.chosen(["gate", "paged", "tensor_parallel"], True, gpus)
+    assert [job.module for job in jobs] == ["bench.gate", "bench.paged", "bench.model"][: gpus + 1]
+    said = "left out: tensor_parallel needs 2 GPUs, and there is 1"
+    assert (said in capsys.readouterr().err) is (gpus == 1)
+    assert all(job.exclusive for job in everything.JOBS if job.gpus > 1)
+
+
+@pytest.mark.parametrize(
+    ("visible", "one", "two"), [("", "1", "0,1"), ("7,GPU-a,3", "GPU-a", "7,GPU-a")]
+)
+def test_runs_get_gpus_of_those_that_are_visible(
+    visible: str, one: str, two: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert (everything.devices(1, 1), everything.devices(0, 2)) == (one, two)
 
 
 # Kernel cells
@@ -354,6 +380,53 @@ def test_a_whole_gate_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ]
         assert all("median_us" in entry for entry in cell["candidates"].values()), cell
     assert set(verdicts("gate", cells).values()) == {"met"}
+
+
+@pytest.fixture
+def small_paged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """The session of a paged benchmark of small cells, whose kernels are the reference."""
+
+    def ours(given: Any, modes: Any) -> peers.Call:
+        return lambda: reference.paged_decode_attention(given, modes)
+
+    def dense(given: operands.Operands) -> peers.Call:
+        q, k, v, gate, mask, scale = vars(given).values()
+        return lambda: peers._gated_sdpa(q, k, v, gate, mask, scale)
+
+    begun = session(tmp_path)
+    begun.results.data["run"] = "paged"
+    begun.clock.time = lambda arms: [1.0 for arm in arms]  # type: ignore[method-assign]
+    monkeypatch.setattr(Session, "begin", lambda *arguments: begun)
+    monkeypatch.setattr(paged_operands.launch, "run", reference.paged_decode_attention)
+    monkeypatch.setattr(paged_operands, "ours", ours)
+    monkeypatch.setattr(paged, "OURS", Peer("fused", dense))
+    monkeypatch.setattr(paged, "capture", kernel.capture)
+    monkeypatch.setattr(paged, "GEOMETRIES", (SMALL,))
+    monkeypatch.setattr(paged, "GATE_LENGTHS", ((5,), (6, 3)))
+    monkeypatch.setattr(paged, "PRODUCT_SHAPES", ((1, 8), (2, 8)))
+    monkeypatch.setattr(paged, "PAGE_SIZES", (1, 16))
+    monkeypatch.setattr(paged.geometry, "GRID", ((2, 16),))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    return begun
+
+
+@pytest.mark.usefixtures("no_graphs")
+def test_a_whole_paged_run(small_paged: Session, tmp_path: Path) -> None:
+    assert paged.main([]) == 0
+    cells = load(small_paged.results.path)["cells"]
+    assert [cell["kind"] for cell in cells] == ["gate"] * 2 + ["product"] * 2 + ["grid"] * 2
+    assert [tuple(cell["candidates"]) for cell in cells] == [
+        *[(tables.FUSED, tables.EAGER, tables.COMPILED)] * 2,
+        *[(tables.FUSED, tables.EAGER)] * 2,
+        (tables.FUSED, tables.COMPILED),
+        (tables.FUSED, tables.COMPILED, bars.DENSE),
+    ]
+    for cell in cells:
+        assert all("median_us" in entry for entry in cell["candidates"].values()), cell
+    assert bars.FLASHINFER == peers.FLASHINFER
+    text = report.everything(report.sources(tmp_path))
+    for name in paged_tables.TABLES:
+        assert f"## {name}\n" in text
 
 
 def test_the_bound_admits_bfloat16_and_no_more() -> None:
@@ -606,6 +679,42 @@ def test_kernel_bars_compare_capacities_masks_and_tokens() -> None:
     assert found["batch 1, 4 query tokens over 1"] == "met"
 
 
+def paged_cells() -> list[dict[str, Any]]:
+    """Cells of each kind, of a run whose time ended before the last."""
+
+    def cell(size: tuple[int, int, int], floor: float, **medians: float) -> dict[str, Any]:
+        described = paged.describe_grid(paged.Cell(GEOMETRIES[0], *size))
+        return {**described, "floor_us": floor, **compared(**medians)}
+
+    def compared(**medians: float) -> dict[str, Any]:
+        words = {"eager": tables.EAGER, "compiled": tables.COMPILED}
+        return timed(**{words.get(name, name): taken for name, taken in medians.items()})
+
+    last = paged.describe_grid(paged.Cell(GEOMETRIES[1], 1, 64, 8192))
+    return [
+        {**paged.describe_gate((512,)), **compared(fused=5.0, eager=7.0, compiled=6.0)},
+        {**paged.describe_gate((512, 495)), **compared(fused=5.0, eager=6.0, compiled=5.5)},
+        {**paged.describe_product((1, 4096)), **compared(fused=1.5, eager=3.0)},
+        {**paged.describe_product((8, 4096)), **compared(fused=1.3, eager=2.0)},
+        cell((1, 1, 512), 5.0, fused=8.0, compiled=9.0, flashinfer=16.0),
+        cell((16, 1, 32768), 19.0, fused=24.0, compiled=27.0, flashinfer=21.0, dense=20.0),
+        {**last, "skipped": "time budget of 280 s"},
+    ]
+
+
+def test_paged_bars_judge_the_worst_cell() -> None:
+    found = {bar.name: bar for bar in bars.paged({"cells": paged_cells()})}
+    assert {name: (bar.value, bar.verdict) for name, bar in found.items()} == {
+        "FlashInfer over fused, geometric mean": (pytest.approx(math.sqrt(2 * 21 / 24)), "met"),
+        "FlashInfer over fused, least": (21 / 24, "missed"),
+        "un-gated and a compiled gate over fused, least": (9 / 8, "met"),
+        "fused over dense at 32768, most": (pytest.approx(1.2), "missed"),
+        "batch 1: separate eager gate over fused": (1.4, "met"),
+        "batch 4: separate eager gate over fused": (None, "not measured"),
+        "sigmoid_gate_mul over eager, most": (pytest.approx(0.65), "missed"),
+    }
+
+
 @pytest.mark.parametrize(("null", "verdict"), [(100.0, "missed"), (106.0, "met")])
 def test_no_step_may_be_slower_than_the_null_arm_allows(null: float, verdict: str) -> None:
     times = {**timed(stock=100.0, fused=105.0), "null": entry(null)}
@@ -658,6 +767,12 @@ def entry(median: float) -> dict[str, Any]:
     return {"median_us": median, "p20_us": median, "p80_us": median, "samples": 10}
 
 
+MISSING = {
+    "kernel": {"fa3": "fa3-fwd 0.0.3 is not installed"},
+    "paged": {"another": "another 1.0 is not installed", "flashinfer": "no"},
+}
+
+
 def result(run: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "schema": 1,
@@ -670,7 +785,7 @@ def result(run: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
             "commit": "0123456789abcdef",
             "dirty": False,
         },
-        "missing": {"fa3": "fa3-fwd 0.0.3 is not installed"} if run == "kernel" else {},
+        "missing": MISSING.get(run, {}),
         "cells": cells,
     }
 
@@ -715,7 +830,9 @@ def fabricated(folder: Path) -> None:
             {**kernel.describe_part("tokens", 8), **compared},
         ],
         "model-dense": [*steps, *rates],
+        "model-tp2": [step_cell("dense on 2 GPUs", 8, 32768)],
         "gate": [{"kind": "gate", "shape": {"B": 1}, **compared}],
+        "paged": paged_cells(),
         "host": [{"kind": "host", "shape": {"layers": 8}, "returns": timings(), "done": timings()}],
         "compile_time": [
             {
@@ -765,12 +882,25 @@ def test_every_table_is_rendered_and_checks(root: Path) -> None:
         "| model | capacity | live | batch 8 | batch 32 |",
         "| dense | 4096 | 600 | 11.3 → 0.42 ms (27.0x) | - |",
         "| dense | 32768 | 600 | 11.3 → 0.42 ms (27.0x) | skipped |",
+        "| dense on 2 GPUs | 8 | 32768 | 600 | 11.3 → 0.42 ms (27.0x) | 11.3 → 0.42 ms (27.0x) |",
         "| fused | 9000 |",
         "| separate | 14.0 |",
         "| 8 layers, until the call returns | 350 | 280 |",
         "| 64 | 90.0 s | 91.0 s | 120.0 ms | 60.0 ms | 0.20 % |",
         "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0; commit 0123456789ab; "
         "`model-dense-h200.json`.",
+        "| heads | page | batch | KV length | floor | fused | separate, compiled | flashinfer "
+        "| dense | null | best paged peer over fused |",
+        "| 16/2 heads of 256 | 1 | 1 | 512 | 5.00 | 8.00 | 9.00 | 16.0 | - | 8.00 "
+        "| 1.12x separate, compiled |",
+        "| 16/2 heads of 256 | 16 | 1 | 32768 | 19.0 | 24.0 | 27.0 | 21.0 | 20.0 | 24.0 "
+        "| 0.88x flashinfer |",
+        "| 32/8 heads of 128 | 1 | 64 | 8192 | - | - | - | - | - | - | skipped |",
+        "Not measured: another, another 1.0 is not installed.",
+        "| 1 | 512 | 5.00 | 7.00 | 6.00 | 5.00 | 1.40 | 1.20 |",
+        "| 2 | 512, 495 | 5.00 | 6.00 | 5.50 | 5.00 | 1.20 | 1.10 |",
+        "| 8 | 4096 | 1.30 | 2.00 | 1.30 | 1.54 |",
+        "| batch 1: separate eager gate over fused | 1.40 | ≥ 1.4 | met |",
         "| best peer over fused, geometric mean | 1.50 | ≥ 1.35 | met |",
         "| dense, capacity 32768, batch 8, 600 live: stock over fused | 27.0 | ≥ 25 | met |",
         "| 64 layers: added time | 180 ms | ≤ 200 ms | met |",
@@ -778,6 +908,8 @@ def test_every_table_is_rendered_and_checks(root: Path) -> None:
         "End.",
     ):
         assert line in text.splitlines()
+    assert text.count("dense on 2 GPUs |") == 1
+    assert "flashinfer, no" not in text
     assert run_report(root, "--check") == 0
     assert run_report(root) == 0
     assert (root / "README.md").read_text() == text
@@ -827,6 +959,20 @@ def test_a_table_without_results_is_empty(tmp_path: Path) -> None:
     assert run_report(tmp_path, "--check") == 1
     assert run_report(tmp_path) == 0
     assert readme.read_text() == "<!-- bench:gate -->\n<!-- /bench:gate -->\n"
+
+
+def test_a_run_may_lie_in_two_files(root: Path) -> None:
+    folder = root / "bench" / "results"
+    cells = paged_cells()
+    absent = {**result("paged-grid", cells[4:]), "missing": {"another": "gone"}}
+    (folder / "paged-h200.json").write_text(json.dumps(result("paged-gate", cells[:4])))
+    (folder / "paged-grid-h200.json").write_text(json.dumps(absent))
+    source = next(source for source in report.sources(folder) if source.run == "paged")
+    assert sorted(map(str, source.data["cells"])) == sorted(map(str, cells))
+    text = report.section("paged", [source])
+    assert "Not measured: another, gone." in text
+    assert "`paged-grid-h200.json`" in text
+    assert "`paged-h200.json`" not in text
 
 
 def test_an_unknown_marker_is_an_error(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch._inductor.config
 import torch._inductor.scheduler
 from torch import Tensor
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
@@ -26,6 +29,7 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
+PAGED_OPERATOR = torch.ops.fusion_pass.gated_paged_decode_attention.default
 KERNELS = ["gated_decode_split", "gated_decode_reduce"]
 
 
@@ -70,19 +74,40 @@ def decode(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, mask: Tensor
     )
 
 
-def operands(mode: FakeTensorMode, dynamic: bool = False) -> list[Tensor]:
+def operands(mode: FakeTensorMode, dynamic: bool = False, batch: int = 2) -> list[Tensor]:
     """Query, K, V, gate and mask of Qwen3.5's geometry; `dynamic` makes the length a symbol."""
     length: Any = symbolic(mode, torch.empty(4096), (4096,)).shape[0] if dynamic else 4096
-    sizes = (2, 16, 1, 256), (2, 2, length, 256), (2, 2, length, 256), (2, 1, 16, 256)
+    stored = (batch, 2, length, 256)
+    sizes = (batch, 16, 1, 256), stored, stored, (batch, 1, 16, 256)
     with mode:
         made = [torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes]
-        return [*made, torch.empty(2, 1, 1, length, dtype=torch.bool, device="cuda")]
+        return [*made, torch.empty(batch, 1, 1, length, dtype=torch.bool, device="cuda")]
 
 
-def generated(inputs: list[Tensor], mode: FakeTensorMode) -> str:
-    """The wrapper that Inductor writes for the operator on these inputs."""
+def paged_decode(
+    query: Tensor, cache: Tensor, indptr: Tensor, indices: Tensor, gate: Tensor
+) -> Tensor:
+    return PAGED_OPERATOR(query, cache, cache, indptr, indices, gate, scale=1 / 16)
+
+
+def paged_operands(mode: FakeTensorMode) -> list[Tensor]:
+    """Query, cache, bounds, page numbers and gate of two requests."""
+    sizes = (2, 16, 256), (64, 16, 2, 256), (2, 16, 256)
+    with mode:
+        query, cache, gate = (
+            torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes
+        )
+        indptr, indices = (torch.empty(size, dtype=torch.int32, device="cuda") for size in (3, 64))
+    return [query, cache, indptr, indices, gate]
+
+
+@contextmanager
+def lowered(
+    function: Callable[..., Tensor], inputs: list[Tensor], mode: FakeTensorMode
+) -> Iterator[GraphLowering]:
+    """The function's graph in Inductor's terms, on these inputs."""
     lowering.register()
-    module = trace(decode, *inputs)
+    module = trace(function, *inputs)
     graph = GraphLowering(
         module, example_inputs=inputs, shape_env=mode.shape_env, is_inference=True
     )
@@ -93,6 +118,12 @@ def generated(inputs: list[Tensor], mode: FakeTensorMode) -> str:
         V.set_real_inputs(inputs),
     ):
         graph.run(*inputs)
+        yield graph
+
+
+def generated(inputs: list[Tensor], mode: FakeTensorMode) -> str:
+    """The wrapper that Inductor writes for the operator on these inputs."""
+    with lowered(decode, inputs, mode) as graph:
         code: Any = graph.codegen()[0]
     return getattr(code, "value", code)
 
@@ -129,3 +160,39 @@ def test_warps_and_launches_are_as_chosen() -> None:
     asked = [code[: match.start()] for match in re.finditer("'launch_pdl': True", code)]
     assert len(asked) == 1
     assert asked[0].count("async_compile.triton(") == 2
+
+
+@pytest.mark.parametrize("case", ["split", "single", "paged"])
+def test_a_launch_writes_what_inductor_finds(case: str) -> None:
+    """Its own analysis, which the declaration spares it, is asked here."""
+    mode = fake_mode(symbolic=True)
+    paged = case == "paged"
+    inputs = paged_operands(mode) if paged else operands(mode, batch=132 if case == "single" else 2)
+    analyse = getattr(triton_kernel_wrap, lowering.analysis_name())
+    with lowered(paged_decode if paged else decode, inputs, mode) as graph:
+        launches = [node.launch for node in graph.operations if hasattr(node, "launch")]
+        assert len(launches) == (1 if case == "single" else 2)
+        for step in launches:
+            found = analyse(step.kernel, step.arguments, {})
+            assert written(found) == written(lowering._accesses(step)) == set(step.writes)
+    assert getattr(triton_kernel_wrap, lowering.analysis_name()) is analyse
+
+
+def written(accesses: Any) -> set[str]:
+    """The arguments that Inductor's analysis says are written to."""
+    if isinstance(accesses, list):
+        return set(accesses)
+    return {access.name for access in accesses.read_writes.writes}
+
+
+def test_a_layer_more_costs_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor would compile each layer's kernels to Triton's IR to find what they write."""
+
+    compiled = []
+    monkeypatch.setattr(triton_kernel_wrap, "generate_ttir", lambda *call: compiled.append(call))
+    mode = fake_mode(symbolic=True)
+    with lowered(decode, operands(mode), mode) as graph:
+        assert [node.launch.label for node in graph.operations if hasattr(node, "launch")] == [
+            f"{kernel}_d256_bf16" for kernel in KERNELS
+        ]
+    assert not compiled

@@ -42,7 +42,7 @@ def test_a_kernel_has_its_label_and_asks_for_its_launch(
     monkeypatch.setattr(UserDefinedTritonKernel, "codegen", codegen)
     wrapper: Any = Wrapper()
     kernel = object.__new__(lowering._labelled_kernel())
-    kernel.launch = Launch(split, (), {}, 4, 1, "split_d256_bf16", dependent)
+    kernel.launch = Launch(split, (), {}, 4, 1, "split_d256_bf16", ("output",), dependent)
     kernel.codegen(wrapper)
     asked = source.replace("'split'", "'split_d256_bf16'").replace(
         "def split(", "def split_d256_bf16("

@@ -131,13 +131,13 @@ def test_keys_are_loaded_ahead_and_their_pages_before_them(case: str) -> None:
 
 def test_a_page_of_whole_tiles_is_looked_up_once_a_tile() -> None:
     loads = {}
-    for case in ("page of 1", "page of 16"):
+    for case in ("page of 1", "table"):
         split, _ = build(TARGETS["sm_90"], **CASES[case])
-        assert split.arguments["BLOCK_N"] == 16
+        assert split.arguments["BLOCK_N"] == 32
         text = compile_for(TARGETS["sm_90"], split).asm["ttgir"]
         loads[case] = re.search(r"tt\.load.* : (.*)", text[text.rindex("scf.for") :])[1]
-    assert loads["page of 1"].startswith("tensor<16x")
-    assert loads["page of 16"].startswith("!tt.ptr<i32>")
+    assert loads["page of 1"].startswith("tensor<32x")
+    assert loads["table"].startswith("!tt.ptr<i32>")
 
 
 @pytest.mark.usefixtures("_driver")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import fusion_pass
 from bench import operands as bench_operands
-from bench import paged as bench_paged
 from bench import paged_operands
 from bench.geometry import Geometry
 from fusion_pass import lowering
@@ -394,20 +393,3 @@ def test_the_benchmark_pages_what_it_compares_with(page_size: int) -> None:
     assert torch.equal(shorter[0], fused[0])
     assert not torch.equal(shorter[1], fused[1])
     check.check_indices(paged, modes)
-
-
-def test_the_benchmark_judges_what_it_measured() -> None:
-    def cell(kind: str, shape: dict[str, Any], **medians: float) -> dict[str, Any]:
-        timings = {name: {"median_us": value} for name, value in medians.items()}
-        return {"kind": kind, "shape": shape, "candidates": timings}
-
-    names = {bench_paged.SEPARATE: 9.0, bench_paged.EAGER: 12.0}
-    cells = [
-        cell("grid", {"S": 512}, fused=8.0, flashinfer=16.0, dense=1.0),
-        cell("grid", {"S": 32768}, fused=8.0, flashinfer=4.0, dense=6.0, **names),
-        cell("gate", {"B": 1}, fused=8.0, **names),
-        cell("product", {}, fused=2.0, **{bench_paged.EAGER: 4.0}),
-    ]
-    values = [bar.value for bar in bench_paged.bars({"cells": cells})]
-    assert values == [1.0, 0.5, 9 / 8, 6 / 8, 12 / 8, 0.5]
-    assert {bar.value for bar in bench_paged.bars({"cells": []})} == {None}

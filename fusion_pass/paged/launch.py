@@ -57,6 +57,7 @@ def problem_of(operands: PagedOperands[Operand], modes: PagedModes) -> Problem:
         value_dim=int(value_dim),
         dtype=operands.query.dtype,
         mask="none",
+        paged=True,
     )
 
 
@@ -148,6 +149,7 @@ def launches(
         num_warps=config.split_warps,
         num_stages=config.split_stages,
         label=label("paged_decode_split", int(head_dim), query.dtype),
+        writes=("accumulator", "statistics"),
     )
     gate = operands.gate
     sigmoid_dtype = modes.sigmoid_dtype or (gate.dtype if gate else query.dtype)
@@ -177,6 +179,7 @@ def launches(
         num_warps=config.reduce_warps,
         num_stages=1,
         label=label("paged_decode_reduce", value_dim, query.dtype),
+        writes=("output",),
         dependent=config.dependent_launch,
     )
     return split, reduce
