@@ -132,7 +132,7 @@ def section(name: str, found: Sequence[Source]) -> str:
     for source in found:
         lines = renderer(source.data) if source.run == run else []
         if lines:
-            origin = [tables.environment(file) for file in source.files if renderer(file)]
+            origin = tables.environments([file for file in source.files if renderer(file)])
             parts.append("\n".join([*lines, "", *origin]))
     return "\n\n".join(parts) + "\n" if parts else ""
 

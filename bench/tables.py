@@ -17,8 +17,16 @@ SHARDED = " GPUs"
 MODES = ("graph", "no_graph")
 
 
+def environments(files: Sequence[Data]) -> list[str]:
+    """Where results come from: a line for those that have all but the file in common."""
+    named: dict[str, list[str]] = {}
+    for data in files:
+        named.setdefault(environment(data), []).append(f"`{data['file']}`")
+    return [f"{origin}; {', '.join(names)}." for origin, names in named.items()]
+
+
 def environment(data: Data) -> str:
-    """One line on where a result comes from."""
+    """Device, versions and commit of a result."""
     env = data["environment"]
     smi = env.get("nvidia_smi") or {}
     packages = env.get("packages", {})
@@ -30,7 +38,7 @@ def environment(data: Data) -> str:
     commit = (env.get("commit") or "unknown")[:12] + (" (dirty)" if env.get("dirty") else "")
     driver = smi.get("driver_version")
     parts = [env["device"], *([f"driver {driver}"] if driver else []), *versions]
-    return f"{', '.join(parts)}; commit {commit}; `{data['file']}`."
+    return f"{', '.join(parts)}; commit {commit}"
 
 
 def kernel(data: Data) -> list[str]:
@@ -91,11 +99,17 @@ def arms(kind: str) -> Callable[[Data], list[str]]:
     return render
 
 
-def model(mode: str) -> Callable[[Data], list[str]]:
-    """The renderer of decode steps on one GPU: `mode` is "graph" or "no_graph"."""
+def model(
+    mode: str, only: str | None = None, *, sharded: bool = False
+) -> Callable[[Data], list[str]]:
+    """The renderer of decode steps: `mode` is "graph" or "no_graph".
+
+    `only` is a number of live tokens, besides which none is shown; `sharded` takes in models that
+    are spread over several GPUs.
+    """
 
     def render(data: Data) -> list[str]:
-        cells = [cell for cell in of_kind(data, "step") if not _is_sharded(cell)]
+        cells = [cell for cell in of_kind(data, "step") if sharded or not _is_sharded(cell)]
         found = {tuple(cell["shape"].values()): cell for cell in cells}
         batches = sorted({cell["shape"]["B"] for cell in cells})
         names = dict.fromkeys(cell["shape"]["model"] for cell in cells)
@@ -105,7 +119,7 @@ def model(mode: str) -> Callable[[Data], list[str]]:
             for capacity in capacities:
                 column = [found.get((name, batch, capacity)) for batch in batches]
                 lives = dict.fromkeys(live for c in column if c for live in c.get("live", {}))
-                for live in lives or ("600",):
+                for live in [live for live in lives or ("600",) if only in (None, live)]:
                     steps = [_step_cell(cell, live, mode) for cell in column]
                     if any(step != ABSENT for step in steps):
                         rows.append([name, str(capacity), live, *steps])
@@ -172,6 +186,7 @@ TABLES: dict[str, tuple[str, Callable[[Data], list[str]]]] = {
     "masks": ("kernel", arms("masks")),
     "tokens": ("kernel", arms("tokens")),
     "model": ("model", model("graph")),
+    "model-live": ("model", model("graph", "600", sharded=True)),
     "model-no-graph": ("model", model("no_graph")),
     "tensor-parallel": ("model", tensor_parallel),
     "generate": ("model", generate),
