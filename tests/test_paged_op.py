@@ -131,6 +131,17 @@ def test_gated_is_plain_attention_then_the_gate_in_torch(dtype: torch.dtype) -> 
         assert result.dtype == dtype
 
 
+@pytest.mark.parametrize("place", [(), (0,), (0, 0), (0, 0, 0), (0, slice(None), slice(1))])
+def test_a_gate_of_fewer_dimensions_broadcasts(place: tuple[Any, ...]) -> None:
+    given = operands()
+    gate = given["gate"][place]
+    whole = gate.expand(given["gate"].shape)
+    expected = fusion_pass.paged_decode_attention(**{**given, "gate": whole})
+    result = fusion_pass.paged_decode_attention(**{**given, "gate": gate})
+    # A CPU's sigmoid of one number and of several may differ in the last bit.
+    torch.testing.assert_close(result, expected)
+
+
 def test_layouts_are_the_same_cache() -> None:
     given = operands()
     expected = fusion_pass.paged_decode_attention(**given)
@@ -218,7 +229,7 @@ INVALID: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = 
     "layout": (changed(layout="BSND"), ValueError, "layout must be one of"),
     "query rank": (derived("query", lambda t: t[0]), ValueError, "query must have 3"),
     "cache rank": (derived("v_cache", lambda t: t[0, 0]), ValueError, "v_cache must have 3 or 4"),
-    "gate rank": (derived("gate", lambda t: t[0]), ValueError, "gate must have 3"),
+    "gate rank": (derived("gate", lambda t: t[None]), ValueError, "gate must have 3"),
     "table for CSR": (
         changed(kv_indices=torch.zeros(3, 2, dtype=INT)),
         ValueError,

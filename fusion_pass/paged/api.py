@@ -90,6 +90,8 @@ def paged_decode_attention(
     )
     for name, tensor in operands.given():
         _expect_tensor(name, tensor)
+    if gate is not None and gate.dim() < 3:
+        operands = replace(operands, gate=gate[(None,) * (3 - gate.dim())])
     if query.dim() != 3:
         raise ValueError(f"query must have 3 dimensions, not {query.dim()}")
     if scale is None:
