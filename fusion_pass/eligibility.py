@@ -59,6 +59,8 @@ class Context:
 
         Only what is written after `since` counts, or after `operand` is made.
         """
+        if not self._mutations:
+            return False
         root, first = storage_root(operand), since or operand
         return any(
             written is root and first < writer < reader for writer, written in self._mutations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from fusion_pass.patterns import Reason
 from fusion_pass.patterns.trace import CAST
 from fusion_pass.provenance import frames
 from fusion_pass.report import GraphReport, Site
-from fusion_pass.tracing import original, reject_compiled_caller, trace
+from fusion_pass.tracing import nameable, original, reject_compiled_caller, trace
 
 ASSUMED_NAME = "NVIDIA H200"
 _CPU_NAME = "CPU"
@@ -44,7 +46,32 @@ _SECOND_TRACE = (
 _NO_SECOND_TRACE = "A gradient may be needed, and a trace under torch.no_grad() fails: "
 _NO_GRAPH = "Nothing was compiled: no graph was traced."
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
+
+def _unambiguous(explaining: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Refuses an option of `explaining` that the function it is given has a parameter for."""
+    parameters = inspect.signature(explaining).parameters.values()
+    options = [option.name for option in parameters if option.kind is option.KEYWORD_ONLY]
+    told = explaining.__name__
+
+    @functools.wraps(explaining)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        reject_compiled_caller()
+        function, *given = args or (None,)
+        for name in nameable(function, len(given)).intersection(options, kwargs):
+            raise TypeError(
+                f"{name} is an option of {told} and a parameter of what it is given; bind the "
+                f"latter first: {told}(functools.partial(function, {name}=...), ...), to which "
+                f"{name}=... may be given as the option"
+            )
+        return explaining(*args, **kwargs)
+
+    return checked
+
+
+@_unambiguous
 def explain(
     function: Callable[..., Any],
     /,
@@ -75,13 +102,16 @@ def explain(
         dynamic: as for torch.compile.
         config: settings of the pass; by default those of the environment.
 
+    A parameter of `function` that is called as one of the last three must be given by position or
+    bound: `explain(functools.partial(function, device=...), ...)`.
+
     Raises:
-        TypeError: something among the arguments cannot be copied, or is a nested tensor or a
+        TypeError: `device`, `dynamic` or `config` is given by name, and `function` has a parameter
+            of that name; something among the arguments cannot be copied, or is a nested tensor or a
             torch.Generator; the program leaves tensors in what is only watched, which is put back;
             or the call is inside a compiled function.
         ValueError: `device` is neither "cuda" nor "cpu".
     """
-    reject_compiled_caller()
     if not callable(function):
         raise TypeError(f"explain needs a function or a module, not {type(function).__name__}")
     if config is not None and not isinstance(config, Config):
@@ -132,6 +162,7 @@ def explain(
     )
 
 
+@_unambiguous
 def assert_fused(
     function: Callable[..., Any], /, *args: Any, expected: int | None = None, **kwargs: Any
 ) -> Explanation:
@@ -142,6 +173,7 @@ def assert_fused(
         expected: how many attentions must fuse, in all graphs together.
 
     Raises:
+        TypeError: as for `explain`; `expected` is refused like its options.
         AssertionError: with the table that `explain` prints; always if the pass is switched off.
     """
     found = explain(function, *args, **kwargs)

@@ -115,7 +115,7 @@ class GatedAttentionPass(InferenceGraphPass):
 
     def _visit(self, graph: Graph, node: Node, context: eligibility.Context) -> Site | None:
         """Fuse the attention at `node`, if it is one and can be; a fault leaves the graph alone."""
-        site = description.unknown(node)
+        site = None
         try:
             found = patterns.recognise(node)
             if found is None:
@@ -126,7 +126,7 @@ class GatedAttentionPass(InferenceGraphPass):
             if self.config.strict:
                 raise
             _logger.warning("%s is left as it was: %s", node.name, fault, exc_info=True)
-            return description.faulted(site, node, fault)
+            return description.faulted(site or description.unknown(node), node, fault)
 
     def _fuse(
         self, graph: Graph, found: Recognition, site: Site, context: eligibility.Context

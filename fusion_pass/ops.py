@@ -178,7 +178,7 @@ def _differ(size: int, wanted: int) -> bool:
     return isinstance(size, int) and isinstance(wanted, int) and size != wanted
 
 
-def _fake(
+def fake(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -190,6 +190,11 @@ def _fake(
     dtype: torch.dtype | None = None,
     **modes: Any,
 ) -> Tensor:
+    """The result's shape, strides and dtype, without its elements.
+
+    Raises:
+        TypeError, ValueError: as `validate`.
+    """
     validate(query, key, value, gate, mask, sinks, dtype=dtype, **modes)
     batch, query_heads, tokens, _ = query.shape
     size = (batch, tokens, query_heads, value.shape[3])
@@ -214,7 +219,7 @@ def _refuse_backward(ctx: Any, grad: Tensor) -> None:
     raise RuntimeError(f"{NAME} is for inference only: it has no gradient")
 
 
-torch.library.register_fake(NAME, _fake)
+torch.library.register_fake(NAME, fake)
 torch.library.impl(NAME, "CUDA", _cuda)
 torch.library.impl(NAME, "CPU", _cpu)
 torch.library.register_autograd(NAME, _refuse_backward)

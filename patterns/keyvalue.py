@@ -48,10 +48,11 @@ def _by_heads(attention: Attention, operand: Operand) -> dict[int, Operand]:
     """The furthest origin of `operand` for every number of heads that one of its origins holds."""
     start = operand.layout
     found: dict[int, Operand] = {}
-    for origin in origins(operand):
+    for origin in reversed(list(origins(operand))):
         count = _head_count(origin.layout, attention.sizes.query_heads)
-        whole = _is_whole(origin.layout, start) and readable(origin, *_AXES)
-        if count is not None and whole:
+        if count is None or count in found:
+            continue
+        if _is_whole(origin.layout, start) and readable(origin, *_AXES):
             found[count] = origin
     return found
 

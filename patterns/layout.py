@@ -10,11 +10,12 @@ equal, whatever the sizes are.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import sympy
 
@@ -46,8 +47,7 @@ def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
     return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
-@dataclass(frozen=True)
-class Factor:
+class Factor(NamedTuple):
     """The index `(i // stride) % size` of the named axis, whose own index is `i`."""
 
     axis: str
@@ -75,15 +75,21 @@ class Layout:
         dims = (() if same(n, 1) else (Factor(name, n, stride),) for name, n, stride in axes)
         return cls(tuple(dims))
 
-    @property
+    @functools.cached_property
     def factors(self) -> tuple[Factor, ...]:
         """All factors in memory order of a contiguous tensor."""
-        return tuple(factor for dim in self.dims for factor in dim)
+        return tuple(itertools.chain.from_iterable(self.dims))
 
     def of_axis(self, axis: str) -> tuple[Factor, ...]:
         """The factors of one axis, outermost first."""
-        own = [factor for factor in self.factors if factor.axis == axis]
-        return _merge(sorted(own, key=lambda factor: -factor.stride))
+        return self._axes.get(axis, ())
+
+    @functools.cached_property
+    def _axes(self) -> dict[str, tuple[Factor, ...]]:
+        axes: dict[str, list[Factor]] = {}
+        for factor in self.factors:
+            axes.setdefault(factor.axis, []).append(factor)
+        return {axis: _outermost_first(own) for axis, own in axes.items()}
 
     def keeps(self, whole: Layout, axes: Iterable[str]) -> bool:
         """Whether each of the axes is here as entirely as in `whole`, or not at all."""
@@ -102,14 +108,7 @@ class Layout:
 
     def reshape(self, shape: Sequence[Size]) -> Layout | None:
         """The layout after a reshape to `shape`; None where a dimension straddles factors."""
-        pending = list(reversed(self.factors))
-        dims: list[Dim] = []
-        for size in shape:
-            dim = _take(pending, size)
-            if dim is None:
-                return None
-            dims.append(_merge(dim))
-        return None if pending else Layout(tuple(dims))
+        return _reshape(self, tuple(shape))
 
     def shrink(self, shape: Sequence[Size], expanded: Sequence[Size]) -> Layout | None:
         """The layout of the tensor of `shape` whose expansion to `expanded` has this layout.
@@ -128,6 +127,19 @@ class Layout:
             else:
                 return None
         return Layout(tuple(dims))
+
+
+# K and V, and the layers of a model, arrange the same axes in the same ways.
+@functools.lru_cache(maxsize=1024)
+def _reshape(layout: Layout, shape: tuple[Size, ...]) -> Layout | None:
+    pending = list(reversed(layout.factors))
+    dims: list[Dim] = []
+    for size in shape:
+        dim = _take(pending, size)
+        if dim is None:
+            return None
+        dims.append(_merge(dim))
+    return None if pending else Layout(tuple(dims))
 
 
 def _take(pending: list[Factor], size: Size) -> Dim | None:
@@ -167,6 +179,10 @@ def _split(factor: Factor, product: Size, size: Size) -> tuple[Factor, Factor] |
     )
 
 
+def _outermost_first(own: Sequence[Factor]) -> Dim:
+    return _merge(sorted(own, key=lambda factor: -factor.stride)) if len(own) > 1 else tuple(own)
+
+
 def _merge(dim: Iterable[Factor]) -> Dim:
     """Join neighbours that are consecutive digits of one axis."""
     merged: list[Factor] = []
@@ -188,6 +204,7 @@ class Conversion:
     shape: tuple[Size, ...] | None
 
 
+@functools.lru_cache(maxsize=1024)
 def convert(source: Layout, target: Layout) -> Conversion | None:
     """How to turn a value of layout `source` into one of layout `target`.
 

@@ -68,15 +68,13 @@ def _before(current: Operand) -> Operand | None:
 
 def _earliest(start: Operand, accept: Callable[[Operand], bool]) -> Operand:
     """The first value behind `start` from which it differs by arrangement and exact casts alone."""
-    found = current = start
-    while True:
-        origin = widened(current.node)
-        step = Operand(origin, current.layout) if origin else backward(current.node, current.layout)
-        if step is None:
-            return found
-        if accept(step):
-            found = step
-        current = step
+    behind: list[Operand] = []
+    step: Operand | None = start
+    while step is not None:
+        behind.append(step)
+        origin = widened(step.node)
+        step = Operand(origin, step.layout) if origin else backward(step.node, step.layout)
+    return next(found for found in reversed(behind) if found is start or accept(found))
 
 
 def _narrowest(dtypes: list[torch.dtype]) -> torch.dtype | None:

@@ -30,6 +30,14 @@ _RESHAPES = {
     aten.alias.default,
     aten.detach.default,
 }
+_REARRANGEMENTS = {
+    *_RESHAPES,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.slice.Tensor,
+    aten.expand.default,
+    CAST,
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ def has_tensor(node: object) -> bool:
 
 def shape(node: Node) -> tuple[Size, ...]:
     """The shape of a node's tensor; symbolic sizes as expressions."""
-    return tuple(as_size(size) for size in tensor(node).shape)
+    return tuple(map(as_size, tensor(node).shape))
 
 
 def as_size(size: int | torch.SymInt) -> Size:
@@ -79,8 +87,10 @@ def arguments(node: Node) -> dict[str, Any]:
 
 def source(node: Node) -> Node | None:
     """The input whose elements `node` rearranges or repeats; None if it does more than that."""
+    if node.op != "call_function" or node.target not in _REARRANGEMENTS:
+        return None
     origin = node.args[0] if node.args else None
-    if node.op != "call_function" or not has_tensor(node) or not has_tensor(origin):
+    if not has_tensor(node) or not has_tensor(origin):
         return None
     if _order(node) or _keeps_order(node) or node.target is aten.expand.default:
         return cast(Node, origin)
@@ -120,7 +130,8 @@ def origins(operand: Operand) -> Iterator[Operand]:
 
 def furthest(operand: Operand, accept: Callable[[Operand], bool]) -> Operand:
     """The earliest value behind `operand` that is accepted; `operand` itself always is."""
-    return [origin for origin in origins(operand) if origin is operand or accept(origin)][-1]
+    behind = reversed(list(origins(operand)))
+    return next(origin for origin in behind if origin is operand or accept(origin))
 
 
 def _order(node: Node) -> tuple[int, ...] | None:

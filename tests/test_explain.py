@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
@@ -81,6 +82,19 @@ def in_two_graphs(*operands: Tensor) -> Tensor:
     first = program(*operands)
     torch._dynamo.graph_break()
     return program(*operands) + first
+
+
+def placed(*operands: Tensor, device: str, expected: int = 0) -> Tensor:
+    assert device == "mine"
+    return program(*operands)
+
+
+class Placed(nn.Module):
+    """What `explain` takes by name, its forward does too."""
+
+    def forward(self, *operands: Tensor, device: str, expected: int = 0) -> Tensor:
+        assert expected == 7
+        return placed(*operands, device=device)
 
 
 @pytest.fixture(autouse=True)
@@ -505,6 +519,41 @@ class TestWhatIsGiven:
             torch.compile(model.forward),
         ):
             assert explain(given, *inputs(), device="cuda").fused == 1
+
+    @pytest.mark.parametrize("is_compiled", [False, True])
+    @pytest.mark.parametrize("function", [placed, Placed()])
+    def test_a_parameter_named_like_an_option_is_ambiguous(
+        self, function: Any, is_compiled: bool
+    ) -> None:
+        if is_compiled:
+            function = torch.compile(function)
+        for device in ("cuda", None):
+            with pytest.raises(TypeError, match=r"device is an option of explain and a parameter"):
+                explain(function, *inputs(), device=device)
+        with pytest.raises(TypeError, match=r"expected is .* assert_fused\(functools\.partial"):
+            assert_fused(function, *inputs(), expected=1)
+        bound = functools.partial(function, device="mine", expected=7)
+        assert assert_fused(bound, *inputs(), device="cuda", expected=1).device != "CPU"
+
+    def test_a_parameter_named_like_an_option_may_be_given_by_position(self) -> None:
+        def step(*operands: Any, device: str) -> Tensor:
+            return placed(*operands, device=device)
+
+        def positional(device: str, query: Tensor, *rest: Tensor) -> Tensor:
+            return step(query, *rest, device=device)
+
+        assert explain(positional, "mine", *inputs(), device="cuda").fused == 1
+        assert explain(functools.partial(positional, "mine"), *inputs(), device="cuda").fused == 1
+
+    def test_an_option_is_not_among_what_keywords_take(self) -> None:
+        def step(*operands: Tensor, **rest: Any) -> Tensor:
+            assert rest == {}
+            return program(*operands)
+
+        assert explain(step, *inputs(), device="cuda").fused == 1
+
+    def test_what_has_no_signature(self) -> None:
+        assert not explain(torch.sigmoid, inputs()[0], device="cuda").graphs
 
     def test_what_cannot_be_copied(self) -> None:
         with pytest.raises(TypeError, match=r"cannot be copied.*lock"):

@@ -549,6 +549,27 @@ def test_a_graph_without_attention_costs_less_than_a_millisecond() -> None:
     assert told() == {}
 
 
+def test_an_attention_on_a_device_that_is_not_enabled_costs_less_than_a_millisecond() -> None:
+    def layer(query: Tensor, key: Tensor, value: Tensor, gate: Tensor) -> Tensor:
+        output = gated(query, key, value, gate)
+        for _ in range(20):
+            output = torch.tanh(output * 1.01) + output
+        return output
+
+    with fake_mode():
+        graph = trace(layer, *operands()).graph
+    assert len(graph.nodes) > 60
+    before, ours = str(graph), GatedAttentionPass()
+    seconds = []
+    for _ in range(20):
+        start = time.thread_time()
+        ours(graph, True)
+        seconds.append(time.thread_time() - start)
+    assert min(seconds) < 1e-3
+    assert str(graph) == before
+    assert told() == {"declined": 20, "declined: device": 20}
+
+
 def test_every_test_that_the_documentation_names_exists() -> None:
     folder = Path(__file__).parent
     document = (folder.parent / "docs" / "reports.md").read_text()

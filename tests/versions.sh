@@ -3,10 +3,12 @@
 #
 #   tests/versions.sh VERSION [FOLDER [PYTEST ARGUMENT...]]
 #
-# VERSION is such as 2.14 (the newest 2.14 there is) or 2.14.1. The virtual environment is made in
-# FOLDER and kept, for a second run that installs nothing; without FOLDER it is temporary. What to
-# test is given to pytest: by default recognition, the operator, and everything from torch.compile
-# to numbers. PYTHON names the interpreter, python3 by default.
+# VERSION is such as 2.14 (the newest 2.14 there is) or 2.14.1, or the word newest. The virtual
+# environment is made in FOLDER and kept, for a second run that installs nothing; without FOLDER it
+# is temporary. What to test is given to pytest: by default recognition, the operator, and
+# everything from torch.compile to numbers. PYTHON names the interpreter, python3 by default.
+#
+# Exits as pytest does, and with 69 if the version cannot be installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,8 +28,11 @@ if [[ -z $environment ]]; then
 fi
 python=$environment/bin/python
 
-wanted=$version
-[[ $version == *.*.* ]] || wanted=$version.*
+case $version in
+  newest) wanted=torch ;;
+  *.*.*) wanted=torch==$version ;;
+  *) wanted=torch==$version.* ;;
+esac
 
 if [[ ! -x $python ]]; then
   "${PYTHON:-python3}" -m venv "$environment"
@@ -37,12 +42,13 @@ import importlib.metadata, importlib.util, sys
 needed = ("torch", "triton", "transformers", "pytest", "hypothesis", "expecttest", "fusion_pass")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 found = "" if "torch" in missing else importlib.metadata.version("torch").partition("+")[0]
-sys.exit(bool(missing) or not f"{found}.".startswith(f"{sys.argv[1]}."))
+outdated = sys.argv[1] == "newest" or not f"{found}.".startswith(f"{sys.argv[1]}.")
+sys.exit(bool(missing) or outdated)
 END
 then
   # One resolution, so that torch's own pin chooses triton; the CPU build has none.
-  "$environment/bin/pip" install --quiet --upgrade pip
-  "$environment/bin/pip" install --quiet "torch==$wanted" --editable '.[test]'
+  "$environment/bin/pip" install --quiet --upgrade pip &&
+    "$environment/bin/pip" install --quiet --upgrade "$wanted" --editable '.[test]' || exit 69
 fi
 
 # Compiled code of another version must not serve this one's tests.
