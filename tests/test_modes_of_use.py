@@ -510,7 +510,10 @@ def test_threads_that_compile_at_once() -> None:
         start.wait(timeout=60)
         # Inductor's settings are each thread's own, so that those of the test hold only in it.
         no_cache = torch._inductor.config.patch(fx_graph_cache=False)
-        with torch.no_grad(), no_cache, torch._functorch.config.patch(enable_autograd_cache=False):
+        # Up to torch 2.13 a thread takes the trace of another for one that it is called in.
+        during_trace = torch._dynamo.config.patch(force_compile_during_fx_trace=True)
+        no_autograd_cache = torch._functorch.config.patch(enable_autograd_cache=False)
+        with torch.no_grad(), no_cache, no_autograd_cache, during_trace:
             check(compiled(own), own, *operands(length=length))
         return True
 
