@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from fusion_pass import description, inductor, profitability
+from fusion_pass.ambiguity import unambiguous
 from fusion_pass.config import Config
 from fusion_pass.explanation import SWITCHED_OFF, ExplainedGraph, ExplainedSite, Explanation
 from fusion_pass.graph_pass import GatedAttentionPass
@@ -21,7 +20,7 @@ from fusion_pass.patterns import Reason
 from fusion_pass.patterns.trace import CAST
 from fusion_pass.provenance import frames
 from fusion_pass.report import GraphReport, Site
-from fusion_pass.tracing import nameable, original, reject_compiled_caller, trace
+from fusion_pass.tracing import original, trace
 
 ASSUMED_NAME = "NVIDIA H200"
 _CPU_NAME = "CPU"
@@ -46,32 +45,8 @@ _SECOND_TRACE = (
 _NO_SECOND_TRACE = "A gradient may be needed, and a trace under torch.no_grad() fails: "
 _NO_GRAPH = "Nothing was compiled: no graph was traced."
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
-
-def _unambiguous(explaining: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Refuses an option of `explaining` that the function it is given has a parameter for."""
-    parameters = inspect.signature(explaining).parameters.values()
-    options = [option.name for option in parameters if option.kind is option.KEYWORD_ONLY]
-    told = explaining.__name__
-
-    @functools.wraps(explaining)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        reject_compiled_caller()
-        function, *given = args or (None,)
-        for name in nameable(function, len(given)).intersection(options, kwargs):
-            raise TypeError(
-                f"{name} is an option of {told} and a parameter of what it is given; bind the "
-                f"latter first: {told}(functools.partial(function, {name}=...), ...), to which "
-                f"{name}=... may be given as the option"
-            )
-        return explaining(*args, **kwargs)
-
-    return checked
-
-
-@_unambiguous
+@unambiguous()
 def explain(
     function: Callable[..., Any],
     /,
@@ -162,7 +137,7 @@ def explain(
     )
 
 
-@_unambiguous
+@unambiguous("device", "dynamic", "config")
 def assert_fused(
     function: Callable[..., Any], /, *args: Any, expected: int | None = None, **kwargs: Any
 ) -> Explanation:
@@ -173,9 +148,11 @@ def assert_fused(
         expected: how many attentions must fuse, in all graphs together.
 
     Raises:
-        TypeError: as for `explain`; `expected` is refused like its options.
+        TypeError: as for `explain`, and for `expected` too; or `expected` is no int.
         AssertionError: with the table that `explain` prints; always if the pass is switched off.
     """
+    if expected is not None and (isinstance(expected, bool) or not isinstance(expected, int)):
+        raise TypeError(f"expected must be a number of attentions, not {expected!r}")
     found = explain(function, *args, **kwargs)
     is_met = found.all_fused if expected is None else found.fused == expected
     if is_met and found.enabled:

@@ -169,13 +169,14 @@ def _writes_known(step: Launch) -> Iterator[None]:
     from torch._higher_order_ops import triton_kernel_wrap
 
     name = analysis_name()
-    analyse = getattr(triton_kernel_wrap, name)
-
-    def known(kernel: Any, *rest: Any, **keywords: Any) -> Any:
-        # Another thread's kernel may come here.
-        return _accesses(step) if kernel is step.kernel else analyse(kernel, *rest, **keywords)
-
     with _analysis:
+        # Read under the lock: what another thread has put there would be put back for good.
+        analyse = getattr(triton_kernel_wrap, name)
+
+        def known(kernel: Any, *rest: Any, **keywords: Any) -> Any:
+            # Another thread's kernel may come here.
+            return _accesses(step) if kernel is step.kernel else analyse(kernel, *rest, **keywords)
+
         setattr(triton_kernel_wrap, name, known)
         try:
             yield

@@ -6,8 +6,6 @@ The only place for the private torch APIs that this rests on.
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
@@ -116,31 +114,12 @@ def _reject_what_has_no_fake(things: Any) -> None:
 
 def original(function: Any) -> Any:
     """What was given to `torch.compile`, if `function` comes from it; else `function`."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch._dynamo.OptimizedModule) and function.__name__ == "__call__":
+        return owner._orig_mod
     if isinstance(function, torch._dynamo.OptimizedModule):
         return function._orig_mod
     return getattr(function, "_torchdynamo_orig_callable", function)
-
-
-def nameable(function: Any, positional: int) -> set[str]:
-    """The parameters that a call may still name, after so many arguments by position.
-
-    Those that a functools.partial binds are not among them, nor what `**kwargs` would take.
-    """
-    bound: set[str] = set()
-    while isinstance(function := original(function), functools.partial):
-        bound |= function.keywords.keys()
-        positional += len(function.args)
-        function = function.func
-    try:
-        signature = inspect.signature(
-            function.forward if isinstance(function, nn.Module) else function
-        )
-    except (TypeError, ValueError):
-        return set()
-    parameters = list(signature.parameters.values())
-    left = [p for p in parameters[positional:] if p.kind is p.POSITIONAL_OR_KEYWORD]
-    left += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-    return {parameter.name for parameter in left} - bound
 
 
 @contextmanager

@@ -535,6 +535,58 @@ class TestWhatIsGiven:
         bound = functools.partial(function, device="mine", expected=7)
         assert assert_fused(bound, *inputs(), device="cuda", expected=1).device != "CPU"
 
+    def test_every_way_to_the_same_parameters_is_ambiguous(self) -> None:
+        class Overriding(Placed):
+            def __call__(self, *operands: Any, device: str | None = None) -> Any:
+                return super().__call__(*operands)
+
+        model = Placed()
+        for function in (
+            model.__call__,
+            torch.compile(model).__call__,
+            torch.compile(model).forward,
+            functools.wraps(placed)(lambda *args, **kwargs: placed(*args, **kwargs)),
+            Overriding(),
+        ):
+            with pytest.raises(TypeError, match=r"device is an option of explain"):
+                explain(function, *inputs(), device="cuda")
+            with pytest.raises(TypeError, match=r"device is an option of assert_fused"):
+                assert_fused(function, *inputs(), device="cuda")
+
+    def test_what_a_wrapper_does_not_take_is_not_ambiguous(self) -> None:
+        @functools.wraps(placed)
+        def wrapper(*operands: Tensor) -> Any:
+            return placed(*operands, device="mine")
+
+        assert explain(wrapper, *inputs(), device="cuda").fused == 1
+
+    def test_what_a_wrapped_method_is_given_by_position_is_given(self) -> None:
+        def inner(self: object, device: str, *operands: Tensor) -> Any:
+            return placed(*operands, device=device)
+
+        class Model:
+            @functools.wraps(inner)
+            def step(self, *args: Any, **kwargs: Any) -> Any:
+                return inner(self, *args, **kwargs)
+
+        assert explain(Model().step, "mine", *inputs(), device="cuda").fused == 1
+
+    def test_a_signature_may_raise(self) -> None:
+        class Odd:
+            @property
+            def __signature__(self) -> Any:
+                raise RuntimeError("odd")
+
+            def __call__(self, *operands: Tensor) -> Tensor:
+                return program(*operands)
+
+        assert explain(Odd(), *inputs(), device="cuda").fused == 1
+
+    @pytest.mark.parametrize("expected", [True, "1", 1.0])
+    def test_a_number_that_is_none(self, expected: Any) -> None:
+        with pytest.raises(TypeError, match="expected must be a number of attentions"):
+            assert_fused(program, *inputs(), expected=expected)
+
     def test_a_parameter_named_like_an_option_may_be_given_by_position(self) -> None:
         def step(*operands: Any, device: str) -> Tensor:
             return placed(*operands, device=device)

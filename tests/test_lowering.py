@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.ir import UserDefinedTritonKernel
 from torch._inductor.runtime import triton_heuristics
@@ -60,3 +65,30 @@ def test_inductor_writes_the_metadata_where_it_is_looked_for() -> None:
     assert "self.define_kernel(" in source
     heuristics = inspect.getsource(triton_heuristics)
     assert '"launch_pdl": compile_meta.get("launch_pdl", False)' in heuristics
+
+
+def test_what_inductor_asks_is_put_back_after_two_threads() -> None:
+    def asked() -> Any:
+        return getattr(triton_kernel_wrap, lowering.analysis_name())
+
+    before, inside, leave = asked(), threading.Event(), threading.Event()
+    steps: list[Any] = [SimpleNamespace(kernel=object(), writes=(), arguments={}) for _ in range(2)]
+
+    def first() -> None:
+        with lowering._writes_known(steps[0]):
+            inside.set()
+            assert leave.wait(10)
+
+    def second() -> None:
+        assert inside.wait(10)
+        with lowering._writes_known(steps[1]):
+            assert asked()(steps[1].kernel, {}, {}) is not None
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(first), pool.submit(second)]
+        # The second is given the time to come as far as it can.
+        time.sleep(0.1)
+        leave.set()
+        for end in ends:
+            end.result(10)
+    assert asked() is before
