@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from fusion_pass.launch import DTYPE_NAMES, Launch, interpretable, start
+from fusion_pass.overlap import may_share, overlaps, overlaps_itself
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_DIMS = 5
 _FEW_ELEMENTS = 1 << 17
+
+
+def _bits(*keys: DispatchKey) -> int:
+    return functools.reduce(operator.or_, (DispatchKeySet(key).raw_repr() for key in keys))
+
+
+# What torch dispatches a call on when nothing but a CPU's or a GPU's memory is involved.
+_DIRECT = _bits(
+    DispatchKey.CPU,
+    DispatchKey.CUDA,
+    DispatchKey.BackendSelect,
+    DispatchKey.ADInplaceOrView,
+    DispatchKey.AutogradCPU,
+    DispatchKey.AutogradCUDA,
+    DispatchKey.AutocastCPU,
+    DispatchKey.AutocastCUDA,
+)
+_IN_MEMORY = _DIRECT | _bits(DispatchKey.Negative)
 
 
 def sigmoid_gate_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -22,8 +47,11 @@ def sigmoid_gate_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> T
 
     On a GPU it is bit for bit what eager torch computes there. It falls back to torch's two
     kernels for float64, for a tensor without dimensions, where more than five dimensions are
-    left after those that lie evenly in memory are merged, and on every other device. Under
-    torch.compile it is the plain expression, of which Inductor makes one kernel itself.
+    left after those that lie evenly in memory are merged, and on every other device; also for
+    whatever is not plain memory or is watched: a subclass of `Tensor`, a lazily negated view,
+    forward mode, `torch.func`, a trace, a dispatch mode, a function mode other than
+    `torch.device`. Under torch.compile it is the plain expression, of which Inductor makes one
+    kernel itself.
 
     Args:
         x: any shape and strides; bfloat16, float16, float32 or float64.
@@ -32,27 +60,40 @@ def sigmoid_gate_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> T
             strides. It may be `x` or `gate` itself, or share their storage.
 
     Returns:
-        `out`, or a new tensor with the strides of `x` if that is dense and not broadcast, else
-        contiguous. Differentiable in `x` and `gate` by `backward` and `torch.autograd.grad`, any
-        number of times; for `torch.func` and forward mode write the plain expression.
+        `out`, or a new dense tensor: it has the strides of `x` if that is dense and of the same
+        shape, and else an order of dimensions that depends on the path. Differentiable in `x` and
+        `gate`, any number of times.
 
     Raises:
         TypeError: an operand is no tensor, or a dtype is not supported or not that of the result.
         ValueError: shapes do not broadcast, `out` has another shape, two of its elements are one
             in memory, it is contiguous and overlaps a contiguous input at other indices, or devices
             differ.
-        RuntimeError: a gradient is asked for together with `out`.
+        RuntimeError: a gradient is asked for together with `out`, or torch's operators refuse to
+            write to `out`, as they do to an inference tensor outside inference mode.
+
+        Under torch.compile it is not looked at where `out` lies, shapes that do not broadcast
+        raise torch's own error, and with `fullgraph` an error reaches the caller inside one of
+        the compiler's.
     """
+    _check_operands(x, gate)
     if torch.compiler.is_compiling():
+        if out is not None:
+            _check_out(out, *_result(x, gate), x, gate)
         return _two_kernels(x, gate, out)
     shape, dtype = _result(x, gate)
     if out is not None:
         _check_out(out, shape, dtype, x, gate)
-    if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad):
-        if out is not None:
-            raise RuntimeError(
-                "sigmoid_gate_mul(out=...) has no gradient; leave out away, or use torch.no_grad()"
-            )
+        if _is_refused(out):
+            return _two_kernels(x, gate, out)
+    keys = _keys(x, gate, out)
+    if out is not None and not keys & ~_IN_MEMORY:
+        _check_overlap(out, x, gate)
+        if may_share(out, x) or may_share(out, gate):
+            return out.copy_(sigmoid_gate_mul(x, gate))
+    if keys & ~_DIRECT or _is_watched(x, gate, out):
+        return _two_kernels(x, gate, out)
+    if _has_gradient(x, gate):
         product: Tensor = _SigmoidGateMul.apply(x, gate)  # type: ignore[no-untyped-call]
         return product
     return _compute(x, gate, out, shape, dtype)
@@ -65,8 +106,7 @@ def kernels() -> ModuleType:
     return sigmoid_gate_mul
 
 
-def _result(x: Tensor, gate: Tensor) -> tuple[torch.Size, torch.dtype]:
-    """Shape and dtype of the product."""
+def _check_operands(x: Tensor, gate: Tensor) -> None:
     for name, operand in (("x", x), ("gate", gate)):
         if not isinstance(operand, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(operand).__name__}")
@@ -76,13 +116,51 @@ def _result(x: Tensor, gate: Tensor) -> tuple[torch.Size, torch.dtype]:
             )
     if x.device != gate.device:
         raise ValueError(f"x is on {x.device} and gate on {gate.device}; move one of them")
+
+
+def _result(x: Tensor, gate: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Shape and dtype of the product."""
     try:
-        shape = torch.broadcast_shapes(x.shape, gate.shape)
+        same = x.shape == gate.shape
+        shape = x.shape if same else torch.broadcast_shapes(x.shape, gate.shape)
     except RuntimeError as error:
         raise ValueError(
             f"gate of shape {tuple(gate.shape)} does not broadcast with x of {tuple(x.shape)}"
         ) from error
-    return shape, torch.result_type(x, gate)
+    if (x.dim() == 0) != (gate.dim() == 0):
+        return shape, gate.dtype if x.dim() == 0 else x.dtype
+    # Dynamo, which does not trace torch.result_type, reads this as well.
+    return shape, torch.promote_types(x.dtype, gate.dtype)
+
+
+def _has_gradient(x: Tensor, gate: Tensor) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad)
+
+
+def _keys(*operands: Tensor | None) -> int:
+    """What torch dispatches a call on for the sake of these operands."""
+    keys = 0
+    for operand in operands:
+        if operand is not None:
+            keys |= torch._C._dispatch_keys(operand).raw_repr()
+    return keys
+
+
+def _is_watched(*operands: Tensor | None) -> bool:
+    """Whether somebody must see torch's operators, whatever memory the operands have."""
+    return bool(
+        torch._C._dispatch_tls_local_include_set().raw_repr() & ~_DIRECT
+        or forward_ad._current_level >= 0
+        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+        or any(type(op) not in (Tensor, torch.nn.Parameter) for op in operands if op is not None)
+    )
+
+
+def _is_refused(out: Tensor) -> bool:
+    """Whether torch's operators raise an error for this `out`."""
+    if out.is_inference():
+        return not torch.is_inference_mode_enabled()
+    return out.requires_grad and torch.is_grad_enabled()
 
 
 def _check_out(out: Tensor, shape: torch.Size, dtype: torch.dtype, x: Tensor, gate: Tensor) -> None:
@@ -94,89 +172,35 @@ def _check_out(out: Tensor, shape: torch.Size, dtype: torch.dtype, x: Tensor, ga
         raise ValueError(f"out has shape {tuple(out.shape)}, the product {tuple(shape)}")
     if out.device != x.device:
         raise ValueError(f"out is on {out.device} and x on {x.device}")
-    if _overlaps_itself(out):
+    if _has_gradient(x, gate):
+        raise RuntimeError(
+            "sigmoid_gate_mul(out=...) has no gradient; leave out away, or use torch.no_grad()"
+        )
+
+
+def _check_overlap(out: Tensor, x: Tensor, gate: Tensor) -> None:
+    if overlaps_itself(out):
         raise ValueError("elements of out lie over each other and would be written twice")
     for name, operand in (("x", x), ("gate", gate)):
-        if _overlaps(out, operand):
+        if overlaps(out, operand):
             raise ValueError(f"out overlaps {name} without being the same view of it")
-
-
-def _overlaps_itself(view: Tensor) -> bool:
-    """Whether a view's strides may give two of its indices one element."""
-    reach = 0
-    for step, size in sorted(zip(view.stride(), view.shape, strict=True)):
-        if size > 1 and step <= reach:
-            return True
-        reach += (size - 1) * step
-    return False
-
-
-def _may_share(out: Tensor, operand: Tensor) -> bool:
-    """Whether writing `out` might change elements of `operand` that are still to be read."""
-    if out.device.type == "meta" or out.numel() == 0:
-        return False
-    same = (out.data_ptr(), out.shape, out.stride(), out.dtype) == (
-        operand.data_ptr(),
-        operand.shape,
-        operand.stride(),
-        operand.dtype,
-    )
-    first, last = _span(out)
-    start, end = _span(operand)
-    if same or last <= start or end <= first:
-        return False
-    alike = (out.shape, out.stride(), out.dtype) == (operand.shape, operand.stride(), operand.dtype)
-    apart = (start - first) // out.element_size()
-    return not alike or _is_reached(apart, sorted(zip(out.stride(), out.shape, strict=True)))
-
-
-def _span(view: Tensor) -> tuple[int, int]:
-    """The addresses of a view's first byte and of the one after its last."""
-    reach = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
-    return view.data_ptr(), view.data_ptr() + (reach + 1) * view.element_size()
-
-
-def _is_reached(distance: int, dims: list[tuple[int, int]]) -> bool:
-    """Whether steps of less than each dimension's size, either way, add up to the distance.
-
-    `dims` are strides and sizes, each stride longer than all before it reach.
-    """
-    if not dims:
-        return distance == 0
-    *inner, (step, size) = dims
-    if size == 1:
-        return _is_reached(distance, inner)
-    return any(
-        abs(count) < size and _is_reached(distance - count * step, inner)
-        for count in (distance // step, distance // step + 1)
-    )
-
-
-def _overlaps(out: Tensor, operand: Tensor) -> bool:
-    """Whether two contiguous tensors share elements at different indices."""
-    if out.device.type == "meta" or not (out.is_contiguous() and operand.is_contiguous()):
-        return False
-    starts = [view.data_ptr() for view in (out, operand)]
-    ends = [view.data_ptr() + view.numel() * view.element_size() for view in (out, operand)]
-    same = starts[0] == starts[1] and (out.shape, out.dtype) == (operand.shape, operand.dtype)
-    return max(starts) < min(ends) and not same
 
 
 def _compute(
     x: Tensor, gate: Tensor, out: Tensor | None, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    if out is not None and (_may_share(out, x) or _may_share(out, gate)):
-        return out.copy_(_compute(x, gate, None, shape, dtype))
     if not _has_kernel(x, gate, out):
         return _two_kernels(x, gate, out)
-    if out is None:
-        out = _like(x, shape, dtype)
-    dims = _merged(shape, (x.expand(shape), gate.expand(shape), out))
+    product = _like(x, shape, dtype) if out is None else out
+    dims = _merged(shape, (x.expand(shape), gate.expand(shape), product))
     if len(dims) > MAX_DIMS:
-        return _two_kernels(x, gate, out)
-    if out.numel():
-        start([launch_of(x, gate, out, dims)], out.device)
-    return out
+        return _two_kernels(x, gate, product)
+    if product.numel():
+        start([launch_of(x, gate, product, dims)], product.device)
+    if out is not None and not out.is_inference():
+        # A backward pass that has saved what lay here before must fail.
+        torch.autograd.graph.increment_version(out)
+    return product
 
 
 def _two_kernels(x: Tensor, gate: Tensor, out: Tensor | None) -> Tensor:
@@ -187,9 +211,8 @@ def _has_kernel(*operands: Tensor | None) -> bool:
     for operand in operands:
         if operand is None:
             continue
-        plain = type(operand) in (Tensor, torch.nn.Parameter)
         # A tensor without dimensions does not take part in the promotion of dtypes.
-        if not plain or operand.dtype not in DTYPE_NAMES or operand.dim() == 0:
+        if operand.dtype not in DTYPE_NAMES or operand.dim() == 0:
             return False
         if not operand.is_cuda and not (operand.is_cpu and interpretable(operand.dtype)):
             return False

@@ -31,6 +31,7 @@ from fusion_pass.config import Config, ConfigError
 from fusion_pass.dump import Recorder
 from fusion_pass.inductor import InferenceGraphPass, traced_for_inference
 from fusion_pass.launch import Limits
+from fusion_pass.paged import check
 from fusion_pass.patterns import Decline, GatedAttention, GatedOpaque, Reason, Recognition
 from fusion_pass.profitability import Verdict
 from fusion_pass.report import GraphReport, Site, publish
@@ -98,7 +99,7 @@ class GatedAttentionPass(InferenceGraphPass):
         return GraphReport(tuple(site for site in sites if site is not None))
 
     def uuid(self) -> Any | None:
-        """What the rewrite depends on: sources, versions, settings, GPUs, tables and adapters.
+        """What the code depends on: sources, versions, settings, GPUs, tables and adapters.
 
         None, which switches Inductor's caches off, where the GPUs cannot be asked for, and where
         a log or a dump is wanted: the pass does not see a graph that comes from a cache.
@@ -110,8 +111,8 @@ class GatedAttentionPass(InferenceGraphPass):
             return None
         versions = torch.__version__, inductor.triton_version()
         tables = profitability.identity(self.config, tuple(name for name, *_ in gpus))
-        adapters = patterns.adapters()
-        return source_digest(), versions, self.config.cache_key(), gpus, tables, adapters
+        settings = self.config.cache_key(), check.is_asked_for()
+        return source_digest(), versions, settings, gpus, tables, patterns.adapters()
 
     def _visit(self, graph: Graph, node: Node, context: eligibility.Context) -> Site | None:
         """Fuse the attention at `node`, if it is one and can be; a fault leaves the graph alone."""

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion_pass.insertion import Inserter, erase_unused, inserting
+from fusion_pass.paged import check
 from fusion_pass.patterns import (
     ComputedMask,
     Conversion,
@@ -21,6 +22,7 @@ from fusion_pass.patterns import (
     Reason,
     convert,
 )
+from fusion_pass.patterns.gather import DROWNING
 from fusion_pass.patterns.layout import same
 from fusion_pass.patterns.prefix import Bound, expression_dtype
 from fusion_pass.patterns.trace import shape, tensor
@@ -116,7 +118,7 @@ def fuse_paged(graph: Graph, plan: PagedPlan, numerics: str) -> Node:
         sinks = attention.sinks
         fused = insert(
             torch.ops.fusion_pass.gated_paged_decode_attention.default,
-            converted(insert, attention.query.node, plan.query),
+            _query(insert, plan),
             converted(insert, pages.key.operand.node, pages.key.view),
             converted(insert, pages.value.operand.node, pages.value.view),
             None,
@@ -142,21 +144,58 @@ def _table(insert: Inserter, plan: PagedPlan) -> Node:
     if plan.pages.is_wrapping:
         # Every layer has the same table: what is computed from it is shared.
         count = math.prod(factor.size for factor in pages.layout.of_axis("page"))
-        node = insert.shared(aten.remainder.Scalar, node, count)
+        node = _wrapped(insert, node, count)
     node = converted(insert, node, plan.table)
     if operand.layout.of_axis("batch"):
         return node
     return insert(aten.expand.default, node, [_batch(insert, plan), -1])
 
 
+def _wrapped(insert: Inserter, numbers: Node, count: int) -> Node:
+    """Page numbers of which negative ones have counted from the end.
+
+    Those that are out of range reach the check, if there is one, and are in range if not.
+    """
+    if not check.is_asked_for():
+        return insert.shared(aten.remainder.Scalar, numbers, count)
+    is_negative = insert.shared(aten.lt.Scalar, numbers, 0)
+    from_end = insert.shared(aten.add.Tensor, numbers, count)
+    return insert.shared(aten.where.self, is_negative, from_end, numbers)
+
+
+def _query(insert: Inserter, plan: PagedPlan) -> Node:
+    """The query `(B, Hq, D)`; zero in a row that is to attend to all keys alike."""
+    query = converted(insert, plan.match.attention.query.node, plan.query)
+    mask = plan.match.mask
+    if not plan.pages.bounds or mask is None or not -math.inf < mask.fill <= DROWNING:
+        return query
+    sees_keys = insert.shared(aten.gt.Scalar, _visible(insert, plan), 0)
+    return insert(aten.mul.Tensor, query, insert(aten.reshape.default, sees_keys, [-1, 1, 1]))
+
+
 def _lengths(insert: Inserter, plan: PagedPlan) -> Node:
-    """How many keys each row of the batch sees, `(B,)`."""
+    """How many keys each row of the batch attends to, `(B,)`."""
+    attention, batch = plan.match.attention, _batch(insert, plan)
+    device = tensor(attention.query.node).device
+    length = insert.size(attention.key.node, attention.sizes.kv_length)
+    if not plan.pages.bounds:
+        return insert.shared(aten.full.default, [batch], length, dtype=torch.int64, device=device)
+    node = _visible(insert, plan)
+    mask = plan.match.mask
+    if mask is not None and mask.fill != -math.inf:
+        # A row whose keys are all filled alike attends to all of them.
+        empty = insert.shared(aten.eq.Scalar, node, 0)
+        dtype = tensor(node).dtype
+        whole = insert.shared(aten.full.default, [1], length, dtype=dtype, device=device)
+        node = insert.shared(aten.where.self, empty, whole, node)
+    return insert(aten.expand.default, node, [batch])
+
+
+def _visible(insert: Inserter, plan: PagedPlan) -> Node:
+    """How many keys are within the bounds, for each row of the batch or one number for all."""
     attention = plan.match.attention
     device = tensor(attention.query.node).device
     length = insert.size(attention.key.node, attention.sizes.kv_length)
-    batch = _batch(insert, plan)
-    if not plan.pages.bounds:
-        return insert.shared(aten.full.default, [batch], length, dtype=torch.int64, device=device)
     node: Node | None = None
     for bound in plan.pages.bounds:
         # Before one is added, so that the largest integer stays large.
@@ -166,15 +205,7 @@ def _lengths(insert: Inserter, plan: PagedPlan) -> Node:
         node = insert.shared(aten.minimum.default, node, number) if node else number
     assert node is not None
     node = insert.shared(aten.clamp_max.default, node, length)
-    node = insert.shared(aten.clamp_min.default, node, 0)
-    mask = plan.match.mask
-    if mask is not None and mask.fill != -math.inf:
-        # A row whose keys are all filled alike attends to all of them.
-        empty = insert.shared(aten.eq.Scalar, node, 0)
-        dtype = tensor(node).dtype
-        whole = insert.shared(aten.full.default, [1], length, dtype=dtype, device=device)
-        node = insert.shared(aten.where.self, empty, whole, node)
-    return insert(aten.expand.default, node, [batch])
+    return insert.shared(aten.clamp_min.default, node, 0)
 
 
 def _number(insert: Inserter, bound: Bound, device: torch.device) -> Node:

@@ -32,8 +32,11 @@ from .trace import (
 )
 
 # A row whose logits are all filled with no less than this attends to all of its keys: the fill
-# only shifts them, as it does in exact arithmetic. One that is lower drowns them in float32.
+# only shifts them, as it does in exact arithmetic. One that is lower drowns some in float32.
 SHIFT = -65536.0
+# A row whose logits are all filled with no more than this attends to all of its keys alike: added
+# to logits within +-32,000, the fill is rounded back to itself in float32.
+DROWNING = -(2.0**40)
 _INDICES = (torch.int32, torch.int64)
 _BY_TENSORS = (aten.index.Tensor, aten._unsafe_index.Tensor)
 
@@ -141,7 +144,8 @@ def _bounds(attention: Attention, mask: Mask | ComputedMask | None) -> tuple[Bou
     if mask.fill == -math.inf:
         is_same = attention.masked_row == "zero"
     else:
-        is_same = mask.fill >= SHIFT and attention.sinks is None
+        is_known = mask.fill >= SHIFT or mask.fill <= DROWNING
+        is_same = is_known and attention.sinks is None
     return read_bounds(attention, mask) if is_same else None
 
 

@@ -22,7 +22,11 @@ _AXES = {
     3: ("batch", "head", "dim"),
     4: ("batch", "query", "head", "dim"),
 }
-_CONTRACT = ("numerics", "sigmoid_dtype", "dtype")
+_CONTRACT = {
+    "numerics": "str",
+    "sigmoid_dtype": "Optional[ScalarType]",
+    "dtype": "Optional[ScalarType]",
+}
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,9 @@ def check_gated(op: torch._ops.OpOverload, gated: object) -> torch._ops.OpOverlo
 
     Raises:
         TypeError: it is no operator overload.
-        ValueError: one of the two writes to its arguments, `gated` has no `gate` or does not
-            return one tensor, or one lacks an argument that the other needs.
+        ValueError: one of the two writes to its arguments, `gated` has no `Tensor gate` or does
+            not return one tensor, one lacks an argument that the other needs, or an argument of
+            `gated` does not take what that of `op` is given.
     """
     if not isinstance(gated, torch._ops.OpOverload):
         raise TypeError(
@@ -133,7 +138,25 @@ def check_gated(op: torch._ops.OpOverload, gated: object) -> torch._ops.OpOverlo
     for argument in wanted:
         if argument.name not in known and not argument.has_default_value():
             raise ValueError(f"{gated} needs {argument.name}, which {op} does not have")
+    _check_types(op, gated)
     return gated
+
+
+def _check_types(op: torch._ops.OpOverload, gated: torch._ops.OpOverload) -> None:
+    """Raise ValueError unless each argument takes whatever it is given in a call of `gated`."""
+    own = {argument.name: argument.real_type for argument in op._schema.arguments}
+    exact = {"gate": "Tensor", **_CONTRACT}
+    for argument in gated._schema.arguments:
+        name, found = argument.name, argument.real_type
+        if name in own:
+            expected, is_taken = str(own[name]), own[name].isSubtypeOf(found)
+        else:
+            expected = exact.get(name, str(found))
+            is_taken = str(found) == expected
+        if not is_taken:
+            raise ValueError(
+                f"{gated} must have the argument `{expected} {name}`, not `{found} {name}`"
+            )
 
 
 def recognise_paged(node: Node) -> OpaqueAttention | Decline:

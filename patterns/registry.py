@@ -53,7 +53,8 @@ def register_attention(
     of fusion_pass take its place. `gated` is the engine's own operator that computes the same and
     gates it: nothing need be known then of caches, masks or lengths. It has
 
-    * every argument of `op` under the same name, and one more, `Tensor gate`: before the sigmoid,
+    * every argument of `op` under the same name, of its type or a wider one, and one more,
+      `Tensor gate`: before the sigmoid,
       broadcastable to the result, with any strides and in bfloat16, float16 or float32;
     * no others but with defaults, except `str numerics`, `ScalarType? sigmoid_dtype` and
       `ScalarType? dtype`. With these it is told how to round, as

@@ -28,6 +28,7 @@ from torch._inductor.utils import fresh_cache
 import fusion_pass
 from fusion_pass import GatedAttentionPass, config, graph_pass, inductor, patterns, rewrite
 from fusion_pass.inductor import PassChain
+from fusion_pass.paged import check as paged_check
 
 CPU = {"devices": ["cpu"]}
 STATES: dict[str, dict[str, Any]] = {
@@ -389,6 +390,19 @@ def test_the_identity_ignores_what_is_only_told() -> None:
         "log",
         "strict",
     }
+
+
+@pytest.mark.parametrize("text", ["1", "on"])
+def test_the_identity_covers_the_check_of_indices(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled with it checks, and what is compiled without does not."""
+    monkeypatch.delenv(paged_check.VARIABLE, raising=False)
+    own = GatedAttentionPass(devices=("cpu",)).uuid()
+    monkeypatch.setenv(paged_check.VARIABLE, text)
+    assert GatedAttentionPass(devices=("cpu",)).uuid() != own
+    monkeypatch.setenv(paged_check.VARIABLE, "0")
+    assert GatedAttentionPass(devices=("cpu",)).uuid() == own
 
 
 def test_a_pass_travels_to_a_compile_worker() -> None:

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_pass import GatedAttentionPass, gate_mul
 from fusion_pass.gate_mul import sigmoid_gate_mul
 from fusion_pass.inductor import SLOT
+from fusion_pass.overlap import may_share
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -49,6 +53,42 @@ LAYOUTS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
 
 def eager(x: Tensor, gate: Tensor) -> Tensor:
     return x * torch.sigmoid(gate)
+
+
+def negated(view: Tensor) -> Tensor:
+    """The negative of a tensor, of which torch keeps a bit instead of computing it."""
+    result = torch.complex(view, view).conj().imag
+    assert result.is_neg()
+    return result
+
+
+def tangent(function: Callable[..., Tensor], x: Tensor, gate: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        result = function(forward_ad.make_dual(x, gate), forward_ad.make_dual(gate, x))
+        return forward_ad.unpack_dual(result).tangent
+
+
+# Calls of `sigmoid_gate_mul` or `eager` in which a kernel would miss a part.
+INDIRECT: dict[str, Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor]] = {
+    "negated-x": lambda function, x, gate: function(negated(x), gate),
+    "negated-gate": lambda function, x, gate: function(x, negated(gate)),
+    "forward-mode": tangent,
+    "jvp": lambda function, x, gate: torch.func.jvp(function, (x, gate), (gate, x))[1],
+    "vmap": lambda function, x, gate: torch.func.vmap(function)(x, gate),
+    "grad": lambda function, x, gate: torch.func.grad(lambda x: function(x, gate).sum())(x),
+    "functionalize": lambda function, x, gate: torch.func.functionalize(function)(x, gate),
+    "make-fx": lambda function, x, gate: make_fx(lambda *args: function(*args))(x, x)(x, gate),
+    "trace": lambda function, x, gate: torch.jit.trace(
+        lambda *args: function(*args), (x, x), check_trace=False
+    )(x, gate),
+}
+
+
+@pytest.mark.parametrize("call", INDIRECT)
+def test_what_a_kernel_would_miss(call: str) -> None:
+    x, gate = numbers(3, 4), numbers(3, 4, seed=1)
+    found, expected = (INDIRECT[call](function, x, gate) for function in (sigmoid_gate_mul, eager))
+    assert torch.equal(found, expected)
 
 
 def check(x: Tensor, gate: Tensor) -> Tensor:
@@ -130,6 +170,15 @@ def test_under_torch_compile_it_is_the_plain_expression() -> None:
     torch.testing.assert_close(compiled(x, gate), eager(x, gate))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_out_under_torch_compile(dynamic: bool) -> None:
+    x, gate = numbers(3, 4, dtype=torch.bfloat16), numbers(3, 1, seed=1)
+    out = torch.full((3, 4), torch.nan)
+    compiled = torch.compile(sigmoid_gate_mul, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    assert compiled(x, gate, out=out) is out
+    assert torch.equal(out, eager(x, gate))
+
+
 X = torch.zeros(3, 4)
 BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((X, 2.0), {}, TypeError, "gate must be a tensor"),
@@ -153,6 +202,24 @@ def test_bad_input(
         sigmoid_gate_mul(*args, **keywords)
 
 
+@pytest.mark.parametrize(
+    ("args", "keywords", "error", "message"),
+    [case for case in BAD if "broadcast" not in case[3] and "twice" not in case[3]],
+)
+def test_bad_input_under_torch_compile(
+    args: Any, keywords: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        torch.compile(sigmoid_gate_mul, backend="aot_eager")(*args, **keywords)
+
+
+def test_fake_tensors_have_no_addresses_to_overlap() -> None:
+    with FakeTensorMode():
+        x, gate, out = torch.empty(3, 4), torch.empty(3, 1), torch.empty(3, 4)
+        assert sigmoid_gate_mul(x, gate, out=out) is out
+        assert sigmoid_gate_mul(x, gate).shape == (3, 4)
+
+
 def test_an_out_over_the_inputs_at_other_places() -> None:
     """As if the product were computed first; views that only interleave are written directly."""
     views = {
@@ -168,7 +235,7 @@ def test_an_out_over_the_inputs_at_other_places() -> None:
         base = torch.linspace(-3, 3, 20)
         x, gate, out = take(base)
         expected = x * torch.sigmoid(gate)
-        assert gate_mul._may_share(out, x) is (name != "interleaved")
+        assert may_share(out, x) is (name != "interleaved")
         assert torch.equal(sigmoid_gate_mul(x, gate, out=out), expected), name
 
 

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_pass import gate_mul
 from fusion_pass.gate_mul import sigmoid_gate_mul
-from tests.test_gate_mul import LAYOUTS, eager, numbers
+from fusion_pass.overlap import overlaps_itself, span
+from tests.test_gate_mul import INDIRECT, LAYOUTS, eager, negated, numbers
 
 pytest.importorskip("triton")
 
@@ -28,6 +31,34 @@ def load(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """The functions of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Labelled(Tensor):
+    """A subclass that computes as any tensor does."""
 
 
 class TestInterpreted:
@@ -95,3 +126,89 @@ class TestInterpreted:
         sigmoid_gate_mul(x, gate).sum().backward()
         torch.testing.assert_close(x.grad, torch.sigmoid(gate.detach()))
         assert self.launches == 1
+
+    @pytest.mark.parametrize("call", INDIRECT)
+    def test_not_where_it_would_miss_something(self, call: str) -> None:
+        x, gate = numbers(3, 4), numbers(3, 4, seed=1)
+        found, expected = (
+            INDIRECT[call](function, x, gate) for function in (sigmoid_gate_mul, eager)
+        )
+        assert torch.equal(found, expected)
+        assert self.launches == 0
+
+    def test_a_negated_out(self) -> None:
+        x, gate, out = (numbers(3, 4, seed=seed) for seed in range(3))
+        out = negated(out)
+        sigmoid_gate_mul(x, gate, out=out)
+        assert torch.equal(out, eager(x, gate))
+
+    def test_modes_see_operators(self) -> None:
+        x, gate = numbers(3, 4), numbers(3, 4, seed=1)
+        with Operators() as operators:
+            sigmoid_gate_mul(x, gate)
+        assert operators.names[-2:] == ["aten::sigmoid", "aten::mul.Tensor"]
+        with Functions() as functions:
+            sigmoid_gate_mul(x, gate)
+        assert {torch.sigmoid, torch.mul} <= set(functions.called)
+        assert self.launches == 0
+
+    def test_a_subclass_gives_a_subclass(self) -> None:
+        x, gate = numbers(3, 4), numbers(3, 4, seed=1)
+        assert type(sigmoid_gate_mul(x.as_subclass(Labelled), gate)) is Labelled
+        assert self.launches == 0
+
+    def test_a_default_device_changes_nothing(self) -> None:
+        x, gate = numbers(3, 4), numbers(3, 4, seed=1)
+        with torch.device("meta"):
+            result = sigmoid_gate_mul(x, gate)
+        torch.testing.assert_close(result, eager(x, gate))
+        assert self.launches == 1
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_out_counts_as_changed(self, mode: Any) -> None:
+        x, gate, out = (numbers(4, seed=seed) for seed in range(3))
+        versions = [out._version]
+        with mode():
+            sigmoid_gate_mul(x, gate, out=out)
+            versions.append(out._version)
+            torch.mul(x, gate, out=out)
+            versions.append(out._version)
+        assert self.launches == 1
+        assert versions[1] - versions[0] == versions[2] - versions[1] == 1
+
+    def test_a_backward_pass_sees_that_out_has_changed(self) -> None:
+        x, gate = numbers(4).requires_grad_(), numbers(4, seed=1)
+        saved = 1 * x
+        result = saved.sin()
+        with torch.no_grad():
+            sigmoid_gate_mul(saved, gate, out=saved)
+        assert self.launches == 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+
+    def test_out_may_be_an_inference_tensor_in_inference_mode_alone(self) -> None:
+        x, gate = numbers(4), numbers(4, seed=1)
+        with torch.inference_mode():
+            out = torch.empty(4)
+            sigmoid_gate_mul(x, gate, out=out)
+        assert self.launches == 1
+        with pytest.raises(RuntimeError, match="outside InferenceMode"):
+            sigmoid_gate_mul(x, gate, out=out)
+
+    def test_out_may_not_require_a_gradient(self) -> None:
+        leaf = numbers(2, 8).requires_grad_()
+        base = 1 * leaf
+        for out in (leaf, base, base[:, :4]):
+            # Also where it lies over an input: a copy would be recorded.
+            x = base.detach()[:, 2:6] if out.shape == (2, 4) else numbers(2, 8)
+            with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+                sigmoid_gate_mul(x, x, out=out)
+        assert self.launches == 0
+
+    def test_a_new_result_is_dense_whatever_x_is(self) -> None:
+        x, gate = numbers(4, 20)[:, ::4].T, numbers(5, 4, seed=1)
+        for operand in (x, x.T.contiguous().T, x.expand(3, 5, 4)):
+            result = sigmoid_gate_mul(operand, gate)
+            assert span(result)[1] - result.data_ptr() == 4 * result.numel()
+            assert not overlaps_itself(result)
+        assert sigmoid_gate_mul(x.T.contiguous().T, gate).stride() == (1, 5)

@@ -16,6 +16,8 @@ from torch.fx import Graph, GraphModule
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask
 
+from fusion_pass.paged import check as paged_check
+from fusion_pass.patterns.gather import DROWNING
 from fusion_pass.profitability import structural_saving
 from tests.test_flex import Captured, flex
 
@@ -26,6 +28,7 @@ DENSE = "fusion_pass.gated_decode_attention.default"
 B, HEADS, KV_HEADS, DIM = 3, 4, 2, 16
 PAGES, PAGE_SIZE, ROW_PAGES = 13, 4, 5
 LENGTH = ROW_PAGES * PAGE_SIZE
+LOWEST = torch.finfo(torch.float32).min
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
@@ -76,11 +79,29 @@ def repeated(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
 def spelled_out(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, fill: float = -65504.0
 ) -> Tensor:
+    """Attention whose mask is added to the logits."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     logits = query @ key.transpose(2, 3) * DIM**-0.5
     if mask is not None:
         logits = logits + torch.where(mask, 0.0, fill)
     return torch.softmax(logits, -1) @ value
+
+
+def replaced(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, fill: float = LOWEST
+) -> Tensor:
+    """Attention whose mask takes the place of logits."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    logits = query @ key.transpose(2, 3) * DIM**-0.5
+    assert mask is not None
+    return torch.softmax(logits.masked_fill(~mask, fill), -1) @ value
+
+
+def biased(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """SDPA with an additive mask of the lowest number."""
+    assert mask is not None
+    bias = torch.where(mask, 0.0, LOWEST).to(query.dtype)
+    return sdpa(query, key, value, bias)
 
 
 def in_heads(cache: Tensor) -> Tensor:
@@ -233,6 +254,46 @@ def test_negative_page_numbers_count_from_the_end() -> None:
     check(model(mask=MASKS["lt"]), *inputs)
 
 
+@pytest.mark.parametrize("number", [PAGES, 2**31 + 1, -PAGES - 1])
+@pytest.mark.parametrize("asked", [False, True])
+def test_page_numbers_out_of_range(
+    number: int, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They reach the check that is asked for, and no memory outside the cache without."""
+    monkeypatch.setenv(paged_check.VARIABLE, "1" if asked else "0")
+    operands = case()
+    inputs = [x.clone() for x in operands.all()]
+    # Of row 0, the keys of two pages are live.
+    inputs[3][0, 2] = number
+    inputs[3][1] -= PAGES
+    step = Step(model(mask=MASKS["lt"]))
+    found = step(*inputs)
+    assert operators(step) == [PAGED]
+    expected = model(mask=MASKS["lt"])(*operands.all())
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+    inputs[3][0, 1] = number
+    if asked:
+        with pytest.raises(IndexError, match="kv_indices gives request 0 page"):
+            step(*inputs)
+    else:
+        assert step(*inputs).isfinite().all()
+
+
+def test_the_check_reads_int32_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(paged_check.VARIABLE, "1")
+    inputs = [x.clone() for x in case().all()]
+    inputs[3] = (inputs[3] - PAGES * (torch.arange(ROW_PAGES) % 2)).int()
+    check(model(mask=MASKS["lt"]), *inputs)
+
+
+def test_layers_share_a_checked_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(paged_check.VARIABLE, "1")
+    step = Step(two_layers)
+    step(*case().all())
+    for target in (aten.lt.Scalar, aten.where.self):
+        assert len(step.graphs[0].find_nodes(op="call_function", target=target)) == 1
+
+
 def test_unused_entries_are_not_read() -> None:
     """What lies behind the live keys may be anything."""
     operands = case()
@@ -257,12 +318,41 @@ def test_unused_entries_are_not_read() -> None:
 
 @pytest.mark.parametrize("lengths", [[0, 5, LENGTH + 1], [2**62, -3, 2**31]])
 @pytest.mark.parametrize("mask", ["lt", "le"])
-@pytest.mark.parametrize("attend", [sdpa, spelled_out])
+@pytest.mark.parametrize(
+    "attend",
+    [sdpa, spelled_out, biased, replaced, functools.partial(spelled_out, fill=LOWEST)],
+    ids=["sdpa", "added", "biased", "replaced", "added-lowest"],
+)
 def test_lengths_out_of_range(lengths: list[int], mask: str, attend: Attend) -> None:
-    """A row that sees no key gives zeros, or attends to all where the fill is finite."""
+    """A row that sees no key gives zeros, or attends to all where the fill is finite.
+
+    It attends to all alike where the fill is so low that no logit changes it.
+    """
     operands = case()
     inputs = (*operands.all()[:4], torch.tensor(lengths), operands.gate)
     check(model(mask=MASKS[mask], attend=attend), *inputs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_the_least_fill_that_drowns_every_logit(scale: float) -> None:
+    """As in float32: in float64 it only shifts the logits."""
+    operands = case()
+    key = scale / operands.key.abs().amax() * operands.key
+    inputs = (operands.query, key, *operands.all()[2:4], torch.tensor([0, 5, 0]), operands.gate)
+    function = filled(DROWNING)
+    step = Step(function)
+    torch.testing.assert_close(step(*inputs), function(*inputs), rtol=2e-5, atol=2e-6)
+    assert operators(step) == [PAGED]
+
+
+def test_a_nan_in_the_query_of_a_row_without_keys_stays() -> None:
+    inputs = [x.clone() for x in case().all()]
+    inputs[4] = torch.tensor([0, 5, 0])
+    inputs[0][0, 1] = torch.nan
+    found = Step(model(mask=MASKS["lt"], attend=biased))(*inputs)
+    expected = model(mask=MASKS["lt"], attend=biased)(*inputs)
+    assert expected.isnan().any()
+    assert torch.equal(found.isnan(), expected.isnan())
 
 
 def test_a_cache_written_in_the_same_step() -> None:
@@ -354,8 +444,17 @@ def reversed_pages(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> 
     return output.transpose(1, 2).reshape(B, 1, -1) * torch.sigmoid(gate)
 
 
+def beside_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    assert mask is not None
+    logits = query @ key.transpose(2, 3) * DIM**-0.5 + torch.where(mask, 0.0, LOWEST)
+    sinks = torch.linspace(-1, 1, HEADS, dtype=logits.dtype, device=logits.device)
+    sinks = sinks.view(1, -1, 1, 1).expand(B, -1, 1, 1)
+    return torch.softmax(torch.cat([logits, sinks], -1), -1)[..., :-1] @ value
+
+
 def filled(fill: float) -> Callable[..., Tensor]:
-    """Rows without a live key would give NaN, or the mean of V."""
+    """Rows without a live key would give NaN, or what the logits make of it."""
     return model(mask=MASKS["lt"], attend=functools.partial(spelled_out, fill=fill))
 
 
@@ -364,7 +463,9 @@ LEFT: dict[str, Callable[..., Tensor]] = {
     "gathered-by-row": gathered_by_row,
     "interleaved": reversed_pages,
     "filled-with-infinity": filled(-torch.inf),
-    "filled-with-the-lowest": filled(torch.finfo(torch.float32).min),
+    # So low that some logits change it, and others do not.
+    "filled-with-a-billion": filled(-1e9),
+    "filled-with-the-lowest-beside-sinks": model(mask=MASKS["lt"], attend=beside_sinks),
     "suffix": model(
         mask=lambda lengths: (torch.arange(LENGTH) >= lengths[:, None] - 1)[:, None, None]
     ),

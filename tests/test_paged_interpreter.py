@@ -267,6 +267,26 @@ def test_lengths_beyond_the_pages_are_cut(table: bool) -> None:
     assert torch.equal(run(dataclasses.replace(operands, kv_lengths=longer), splits=2), expected)
 
 
+@pytest.mark.parametrize("length", [2**31, 2**32 + 5, 2**63 - 1, -(2**31) - 1, -(2**63)])
+@pytest.mark.parametrize("table", [False, True])
+def test_lengths_of_64_bits_are_cut_to_the_pages(table: bool, length: int) -> None:
+    operands = make((32, 48), 16, table=table, spare=0, index_dtype=torch.int64, dead=0.0)
+    if table:
+        operands.kv_indices.remainder_(len(operands.k_cache))
+    lengths = torch.tensor([20, length])
+    check(dataclasses.replace(operands, kv_lengths=lengths), 2)
+    check(dataclasses.replace(operands, kv_lengths=lengths), 2, window=5)
+
+
+@pytest.mark.parametrize("bound", [2**31 + 1, 2**32 + 1, 2**63 - 1, -(2**32) + 1, -(2**63)])
+@pytest.mark.parametrize("place", [1, 2])
+def test_offsets_of_64_bits_are_cut_to_the_indices(bound: int, place: int) -> None:
+    operands = make((32, 48), 16, spare=0, index_dtype=torch.int64)
+    assert operands.kv_indptr is not None
+    operands.kv_indptr[place] = bound
+    check(dataclasses.replace(operands, kv_lengths=None), 2)
+
+
 def test_any_strides() -> None:
     width = 16
     plain = make((37, 20), 4, kv_heads=1)

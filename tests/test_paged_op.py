@@ -116,6 +116,22 @@ def test_a_zero_length_request_and_tokens_of_no_request_give_zeros() -> None:
     assert (result[:4] != 0).any(dim=(1, 2)).all()
 
 
+def test_the_first_of_more_tokens_than_keys_give_zeros() -> None:
+    given = {**with_tokens(), "kv_lengths": torch.tensor([7, 0, 2])}
+    result = fusion_pass.paged_decode_attention(**given)
+    # The last request has three tokens and two keys: its first token comes before both.
+    assert (result[3] == 0).all()
+    assert (result[4:] != 0).any(dim=(1, 2)).all()
+
+
+@pytest.mark.parametrize("length", [2**31, 2**32 + 5, 2**63 - 1, -1, -(2**31) - 1, -(2**63)])
+def test_lengths_of_64_bits(length: int) -> None:
+    given = {**operands(), "kv_lengths": torch.tensor([7, 0, length])}
+    result = fusion_pass.paged_decode_attention(**given)
+    given["kv_lengths"][2] = 6 if length > 0 else 0
+    assert torch.equal(result, fusion_pass.paged_decode_attention(**given))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gated_is_plain_attention_then_the_gate_in_torch(dtype: torch.dtype) -> None:
     given = operands(dtype)
@@ -226,6 +242,15 @@ INT = torch.int32
 INVALID: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "no tensor": (changed(kv_indptr=[0, 3, 3, 5]), TypeError, "kv_indptr must be a tensor"),
     "no cache": (changed(k_cache=None), TypeError, "k_cache must be a tensor"),
+    "no values": (changed(v_cache=None), TypeError, "v_cache must be a tensor, not NoneType"),
+    "no query": (changed(query=None), TypeError, "query must be a tensor, not NoneType"),
+    "no indices": (changed(kv_indices=None), TypeError, "kv_indices must be a tensor, not None"),
+    "scale of no width": (
+        lambda: {**operands(), **{n: operands()[n][..., :0] for n in ("query", "k_cache")}},
+        ValueError,
+        "query has head dimension 0: give scale",
+    ),
+    "no scale": (changed(scale="a"), TypeError, "scale must be a number or None, not str"),
     "layout": (changed(layout="BSND"), ValueError, "layout must be one of"),
     "query rank": (derived("query", lambda t: t[0]), ValueError, "query must have 3"),
     "cache rank": (derived("v_cache", lambda t: t[0, 0]), ValueError, "v_cache must have 3 or 4"),
@@ -267,13 +292,23 @@ INVALID: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = 
         "2 tokens for 3 requests",
     ),
     "several tokens": (changed(max_query_tokens=2), ValueError, "needs query_indptr"),
-    "no tokens": (changed(max_query_tokens=0), ValueError, "at least 1"),
+    "no tokens": (changed(max_query_tokens=0), ValueError, "1 to 16, not 0"),
+    "too many tokens": (
+        lambda: {**with_tokens(), "max_query_tokens": 17},
+        ValueError,
+        "max_query_tokens must be 1 to 16, not 17",
+    ),
+    "part of a token": (changed(max_query_tokens=2.5), TypeError, "max_query_tokens must be an in"),
+    "tokens of None": (changed(max_query_tokens=None), TypeError, "max_query_tokens must be an in"),
     "query_indptr": (
         lambda: {**with_tokens(), "query_indptr": torch.zeros(3, dtype=INT)},
         ValueError,
         "one entry more",
     ),
     "window": (changed(window=-1), ValueError, "window must be"),
+    "wide window": (changed(window=2**70), ValueError, "window must be .* below 2\\*\\*63"),
+    "part of a window": (changed(window=1.5), TypeError, "window must be an integer, not float"),
+    "window of None": (changed(window=None), TypeError, "window must be an integer, not NoneType"),
     "numerics": (changed(numerics="fast"), ValueError, "numerics must be one of"),
     "numerics without a gate": (changed(gate=None, numerics="eager"), ValueError, "give a gate"),
 }

@@ -283,6 +283,18 @@ ENGINE = {
     "extra": "(Tensor q, Tensor cache, int layer, int page, Tensor gate, *, float scale) -> Tensor",
     "writes": "(Tensor q, Tensor(a!) cache, int layer, Tensor gate, *, float scale) -> Tensor",
     "shrinks": "(Tensor q, Tensor cache, int layer, Tensor gate, *, float scale=1.0) -> Tensor",
+    "int_gate": "(Tensor q, Tensor cache, int layer, int gate, *, float scale=1.0) -> Tensor",
+    "may_gate": "(Tensor q, Tensor cache, int layer, Tensor? gate=None, *, float scale=1.0)"
+    " -> Tensor",
+    "optional": "(Tensor q, Tensor cache, int layer, Tensor? gate, *, float scale=1.0) -> Tensor",
+    "gates": "(Tensor q, Tensor cache, int layer, Tensor[] gate, *, float scale=1.0) -> Tensor",
+    "swapped": "(Tensor q, int cache, Tensor layer, Tensor gate, *, float scale=1.0) -> Tensor",
+    "wider": "(Tensor? q, Tensor cache, Scalar layer, Tensor gate, *, float? scale=1.0) -> Tensor",
+    "numbered": "(Tensor q, Tensor cache, int layer, Tensor gate, *, float scale=1.0, "
+    "int numerics=0) -> Tensor",
+    "named": "(Tensor q, Tensor cache, int layer, Tensor gate, *, float scale=1.0, "
+    'str? dtype="float") -> Tensor',
+    "attend_maybe": "(Tensor? q, Tensor cache, int layer, *, float scale=1.0) -> Tensor",
 }
 
 
@@ -450,12 +462,24 @@ class TestEngines:
             ("no_layer", ValueError, "lacks the arguments layer"),
             ("extra", ValueError, "needs page"),
             ("writes", ValueError, "writes to its arguments"),
+            ("int_gate", ValueError, "`Tensor gate`, not `int gate`"),
+            ("may_gate", ValueError, "`Tensor gate`, not `Optional\\[Tensor\\] gate`"),
+            ("optional", ValueError, "`Tensor gate`, not `Optional\\[Tensor\\] gate`"),
+            ("gates", ValueError, "`Tensor gate`, not `List\\[Tensor\\] gate`"),
+            ("swapped", ValueError, "`Tensor cache`, not `int cache`"),
+            ("numbered", ValueError, "`str numerics`, not `int numerics`"),
+            ("named", ValueError, "`Optional\\[ScalarType\\] dtype`, not `Optional\\[str\\] dt"),
         ],
     )
     def test_bad_gated_forms(self, gated: str, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
             register_attention(engine.attend.default, gated=getattr(engine, gated).default)
         assert engine.attend.default not in registry._RECOGNISERS
+
+    def test_a_gated_form_may_take_more_than_the_operator_but_not_less(self) -> None:
+        register_attention(engine.attend.default, gated=engine.wider.default)
+        with pytest.raises(ValueError, match="`Optional\\[Tensor\\] q`, not `Tensor q`"):
+            register_attention(engine.attend_maybe.default, gated=engine.attend_gated.default)
 
     def test_bad_registrations(self) -> None:
         def adapter(node: Node) -> Decline | None:

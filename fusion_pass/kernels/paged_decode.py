@@ -38,6 +38,14 @@ def load_pages(
 
 
 @triton.jit
+def clamp(number, most):
+    """An int32 or int64 number as int32, at most `most`, and not negative unless that is."""
+    # In 64 bits, of which the lower 32 may be any number.
+    number = tl.maximum(number.to(tl.int64), 0)
+    return tl.minimum(number, most).to(tl.int32)
+
+
+@triton.jit
 def paged_offsets(
     pages,
     start,
@@ -195,14 +203,13 @@ def paged_decode_split(
     kv_indices += request * stride_ir
     if kv_indptr is not None:
         bounds = kv_indptr + request * stride_br
-        begin = tl.maximum(tl.load(bounds), 0).to(tl.int64)
-        stop = tl.minimum(tl.load(bounds + stride_br), capacity)
-        num_pages = (stop - begin).to(tl.int32)
+        begin = clamp(tl.load(bounds), capacity).to(tl.int64)
+        num_pages = clamp(tl.load(bounds + stride_br), capacity) - begin.to(tl.int32)
         kv_indices += begin * stride_ip
     # No key past the pages is looked up, whatever the lengths say.
     kv_length = num_pages * PAGE_SIZE
     if kv_lengths is not None:
-        kv_length = tl.minimum(tl.load(kv_lengths + request * stride_lr).to(tl.int32), kv_length)
+        kv_length = clamp(tl.load(kv_lengths + request * stride_lr), kv_length)
     first_token = request
     num_tokens = 1
     if query_indptr is not None:

@@ -51,32 +51,39 @@ def paged_decode_attention(
         kv_indices: (capacity,), or (R, M) as a block table; int32 or int64 page numbers. What lies
             beyond the live pages is not looked at.
         kv_lengths: (R,), int32 or int64: live tokens of each request; needed for a block table.
-            None: all pages are full.
+            More than its pages hold count as all of them. None: all pages are full.
         query_indptr: (R + 1,), int32 or int64: where the query tokens of each request begin; they
             are its last tokens, and each sees those before it and itself. Tokens of no request
-            give zeros.
+            give zeros, and so do those that come before the first key, where a request has more
+            query tokens than keys.
         gate: broadcastable to (T, Hq, Dv), before the sigmoid; bfloat16, float16 or float32. Any
             strides.
         sinks: (Hq,): one more logit a head, neither scaled nor masked, that takes weight and has no
             value.
         layout: "NHD" or "HND", of both caches.
         scale: the logits are scale * (q . k); by default D ** -0.5.
-        max_query_tokens: the most query tokens of one request.
+        max_query_tokens: the most query tokens of one request, 1 to 16.
         window: a query token sees its last `window` keys, itself included; 0 for all.
         numerics, sigmoid_dtype, dtype: how the gate rounds and what it gives, as for
             `fusion_pass.ops.gated_decode_attention`; only with a gate.
         check_indices: raise IndexError for a number that points outside, which waits for the
-            device. `FUSION_PASS_CHECK_INDICES=1` asks for it everywhere.
+            device. For eager calls: it breaks a graph that is compiled. There
+            `FUSION_PASS_CHECK_INDICES=1` asks for it, in every graph compiled under it, and in
+            every eager call.
 
     Returns:
         (T, Hq, Dv), contiguous, of `dtype` or dtype T. A request of length zero gives zeros.
 
     Raises:
-        TypeError: an operand is no tensor, or of a dtype that is not supported.
-        ValueError: sizes do not agree, devices differ, or a mode is unknown.
+        TypeError: an operand is no tensor, or of a dtype that is not supported; a mode is no
+            number where it must be.
+        ValueError: sizes do not agree, devices differ, a mode is unknown or out of range, or
+            D is 0 and there is no `scale`.
         IndexError: `check_indices`, and a page number, a length or an offset points outside.
         RuntimeError: a gradient is asked for.
     """
+    _expect_tensor("query", query)
+    _expect_tensor("kv_indices", kv_indices)
     operands = PagedOperands(
         query,
         _in_token_order("k_cache", k_cache, layout),
@@ -94,8 +101,9 @@ def paged_decode_attention(
         operands = replace(operands, gate=gate[(None,) * (3 - gate.dim())])
     if query.dim() != 3:
         raise ValueError(f"query must have 3 dimensions, not {query.dim()}")
+    _expect_numbers(scale, max_query_tokens, window)
     if scale is None:
-        scale = float(query.shape[-1]) ** -0.5
+        scale = _default_scale(query)
     modes = PagedModes(scale, max_query_tokens, window)
     if gate is not None:
         modes = replace(modes, numerics=numerics, sigmoid_dtype=sigmoid_dtype, dtype=dtype)
@@ -147,6 +155,22 @@ def _in_token_order(name: str, cache: Tensor, layout: str) -> Tensor:
     if cache.dim() != 4:
         raise ValueError(f"{name} must have 3 or 4 dimensions, not {cache.dim()}")
     return cache if layout == "NHD" else cache.transpose(1, 2)
+
+
+def _default_scale(query: Tensor) -> float:
+    head_dim = query.shape[-1]
+    if head_dim == 0:
+        raise ValueError("query has head dimension 0: give scale")
+    scale: float = float(head_dim) ** -0.5
+    return scale
+
+
+def _expect_numbers(scale: object, max_query_tokens: object, window: object) -> None:
+    if scale is not None and not hasattr(type(scale), "__float__"):
+        raise TypeError(f"scale must be a number or None, not {type(scale).__name__}")
+    for name, value in (("max_query_tokens", max_query_tokens), ("window", window)):
+        if not hasattr(type(value), "__index__"):
+            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
 
 
 def _expect_tensor(name: str, value: object) -> None:

@@ -1,7 +1,7 @@
 """Debugging aid: page numbers, lengths and offsets against what they point into.
 
-The kernels trust them. `FUSION_PASS_CHECK_INDICES=1` checks them before every call, which waits for
-the device.
+The kernels trust them. `FUSION_PASS_CHECK_INDICES=1` checks them before every eager call, and in
+every graph that is compiled under it; the check waits for the device.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from torch import Tensor
 from fusion_pass.ops import DTYPES, NUMERICS
 from fusion_pass.paged.operands import PagedModes, PagedOperands
 
+MOST_QUERY_TOKENS = 16
 INDEX_DTYPES = (torch.int32, torch.int64)
 _DIMS = {
     "query": 3,
@@ -31,8 +32,10 @@ def validate(operands: PagedOperands[Tensor], modes: PagedModes) -> None:
     _validate_dtypes(operands, modes)
     _validate_sizes(operands)
     _validate_requests(operands, modes)
-    if modes.window < 0:
-        raise ValueError(f"window must be 0, for none, or positive, not {modes.window}")
+    if not 0 <= modes.window < 2**63:
+        raise ValueError(
+            f"window must be 0, for none, or positive and below 2**63, not {modes.window}"
+        )
     if operands.gate is not None and modes.numerics not in NUMERICS:
         raise ValueError(f"numerics must be one of {NUMERICS}, not {modes.numerics!r}")
 
@@ -97,8 +100,10 @@ def _validate_requests(operands: PagedOperands[Tensor], modes: PagedModes) -> No
     requests = operands.kv_indices.shape[0] if indptr is None else _count("kv_indptr", indptr)
     if lengths is not None:
         _expect("kv_lengths", lengths, (requests,))
-    if modes.max_query_tokens < 1:
-        raise ValueError(f"max_query_tokens must be at least 1, not {modes.max_query_tokens}")
+    if not 1 <= modes.max_query_tokens <= MOST_QUERY_TOKENS:
+        raise ValueError(
+            f"max_query_tokens must be 1 to {MOST_QUERY_TOKENS}, not {modes.max_query_tokens}"
+        )
     if operands.query_indptr is not None:
         if _differ(_count("query_indptr", operands.query_indptr), requests):
             raise ValueError(

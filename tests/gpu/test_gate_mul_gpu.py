@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from fusion_pass import sigmoid_gate_mul
-from tests.test_gate_mul import DTYPES, LAYOUTS, eager, numbers
+from tests.test_gate_mul import DTYPES, INDIRECT, LAYOUTS, eager, negated, numbers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -109,6 +109,36 @@ def test_gradient() -> None:
 
     found, expected = gradients(sigmoid_gate_mul), gradients(eager)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("call", INDIRECT)
+def test_not_where_a_kernel_would_miss_something(call: str) -> None:
+    x, gate = (numbers(3, 4, seed=seed).cuda() for seed in (0, 1))
+    found, expected = (INDIRECT[call](function, x, gate) for function in (sigmoid_gate_mul, eager))
+    assert torch.equal(found, expected)
+
+
+def test_a_negated_out() -> None:
+    x, gate, out = (numbers(3, 4, seed=seed).cuda() for seed in range(3))
+    out = negated(out)
+    sigmoid_gate_mul(x, gate, out=out)
+    assert torch.equal(out, eager(x, gate))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_out_counts_as_changed(mode: Any) -> None:
+    x, gate, out = (numbers(4, seed=seed).cuda() for seed in range(3))
+    version = out._version
+    with mode():
+        sigmoid_gate_mul(x, gate, out=out)
+    assert out._version == version + 1
+
+
+def test_a_default_device_keeps_the_kernel() -> None:
+    x, gate = (numbers(3, 4, seed=seed).cuda() for seed in (0, 1))
+    with torch.device("cuda"):
+        (name,) = kernels(sigmoid_gate_mul, x, gate)
+    assert name.startswith("sigmoid_gate_mul")
 
 
 class TestOpaque:
