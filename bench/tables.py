@@ -15,6 +15,7 @@ EAGER, COMPILED = "separate, eager", "separate, compiled"
 ABSENT = "-"
 SHARDED = " GPUs"
 MODES = ("graph", "no_graph")
+RUNS_WITH_PEERS = ("kernel", "paged")
 
 
 def environments(files: Sequence[Data]) -> list[str]:
@@ -30,11 +31,10 @@ def environment(data: Data) -> str:
     env = data["environment"]
     smi = env.get("nvidia_smi") or {}
     packages = env.get("packages", {})
-    versions = [
-        f"{name} {packages[name]}"
-        for name in ("torch", "triton", "transformers", "fa3-fwd", "flashinfer-python")
-        if packages.get(name)
-    ]
+    names = ["torch", "triton", "transformers"]
+    if data["run"].split("-")[0] in RUNS_WITH_PEERS:
+        names += ["fa3-fwd", "flashinfer-python"]
+    versions = [f"{name} {packages[name]}" for name in names if packages.get(name)]
     commit = (env.get("commit") or "unknown")[:12] + (" (dirty)" if env.get("dirty") else "")
     driver = smi.get("driver_version")
     parts = [env["device"], *([f"driver {driver}"] if driver else []), *versions]
