@@ -175,7 +175,7 @@ def _writes_known(step: Launch) -> Iterator[None]:
 
         def known(kernel: Any, *rest: Any, **keywords: Any) -> Any:
             # Another thread's kernel may come here.
-            return _accesses(step) if kernel is step.kernel else analyse(kernel, *rest, **keywords)
+            return accesses(step) if kernel is step.kernel else analyse(kernel, *rest, **keywords)
 
         setattr(triton_kernel_wrap, name, known)
         try:
@@ -192,7 +192,7 @@ def analysis_name() -> str:
     return since_212 if hasattr(triton_kernel_wrap, since_212) else "identify_mutated_tensors"
 
 
-def _accesses(step: Launch) -> Any:
+def accesses(step: Launch) -> Any:
     """What Inductor's analysis of the launch returns, see `analysis_name`."""
     if analysis_name() == "identify_mutated_tensors":
         return list(step.writes)

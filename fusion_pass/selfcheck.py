@@ -10,6 +10,7 @@ import torch
 
 from fusion_pass import __version__, inductor, lowering
 from fusion_pass.config import warn_once
+from fusion_pass.launch import Launch
 from fusion_pass.patterns import Decline, Reason
 
 OLDEST_TESTED, NEWEST_TESTED = (2, 11), (2, 15)
@@ -128,6 +129,18 @@ def _kernels() -> None:
     )
 
 
+def _analysis() -> None:
+    """The analysis of what a user's Triton kernel writes."""
+    from torch._higher_order_ops import triton_kernel_wrap
+    from torch._inductor.ir import UserDefinedTritonKernel
+
+    name = lowering.analysis_name()
+    _takes(getattr(triton_kernel_wrap, name), None, {}, {})
+    if name not in inspect.getsource(UserDefinedTritonKernel):
+        raise TypeError("a launch does not ask for it")
+    lowering.accesses(Launch(None, (), {}, 1, 1, "probe", ("output",)))
+
+
 _PROBES: tuple[Callable[[], None], ...] = (
     _slot,
     _compiler,
@@ -135,4 +148,5 @@ _PROBES: tuple[Callable[[], None], ...] = (
     _registry,
     _buffers,
     _kernels,
+    _analysis,
 )

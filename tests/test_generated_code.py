@@ -174,7 +174,7 @@ def test_a_launch_writes_what_inductor_finds(case: str) -> None:
         assert len(launches) == (1 if case == "single" else 2)
         for step in launches:
             found = analyse(step.kernel, step.arguments, {})
-            assert written(found) == written(lowering._accesses(step)) == set(step.writes)
+            assert written(found) == written(lowering.accesses(step)) == set(step.writes)
     assert getattr(triton_kernel_wrap, lowering.analysis_name()) is analyse
 
 
