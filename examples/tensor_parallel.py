@@ -1,7 +1,7 @@
 """Tensor-parallel greedy decode in which every rank fuses the gated attention of its own heads.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
-    FUSION_PASS_DEVICES=cpu torchrun --nproc-per-node 2 examples/tensor_parallel.py --tiny
+    FUSION_PASS_DEVICES=cuda,cpu torchrun --nproc-per-node 2 examples/tensor_parallel.py --tiny
 
 An unmodified transformers model with random weights is sharded by its own plan (`--plan auto`,
 which needs `accelerate` and is the default where that is installed) or by PyTorch's

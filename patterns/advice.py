@@ -126,8 +126,8 @@ ADVICE: dict[Reason, Advice] = {
     ),
     Reason.DEVICE: Advice(
         "The device is not asked for, or the kernels are not made for it.",
-        "On a CPU set FUSION_PASS_DEVICES=cpu; a GPU must be sm_80 or later; a package for a CPU "
-        "cannot hold the operator.",
+        "Name the device in the setting, as in FUSION_PASS_DEVICES=cuda,cpu; a GPU must be sm_80 "
+        "or later; a package for a CPU cannot hold the operator.",
     ),
     Reason.MIXED_DEVICES: Advice(
         "The operands of one attention are on several devices.",

@@ -102,6 +102,28 @@ def paged(
     return output.flatten(1) * torch.sigmoid(gate)
 
 
+def paged_csr(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor, gate: Tensor
+) -> Tensor:
+    device = query.device
+    # Two requests and pages of 16 tokens: the first has pages 7, 2 and 9, the second 4 and 0.
+    kv_indptr = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)
+    kv_indices = torch.tensor([7, 2, 9, 4, 0], dtype=torch.int32, device=device)
+    # The last page of each is not full.
+    lengths = torch.tensor([40, 17], dtype=torch.int32, device=device)
+    return fusion_pass.paged_decode_attention(
+        query,
+        k_cache,
+        v_cache,
+        kv_indptr,
+        kv_indices,
+        kv_lengths=lengths,
+        gate=gate,
+        sinks=sinks,
+        window=32,
+    )
+
+
 def gathered(
     query: Tensor,
     k_cache: Tensor,

@@ -20,7 +20,7 @@ from fusion_pass.patterns import Reason, registry
 from fusion_pass.patterns.advice import ADVICE
 from fusion_pass.patterns.reason import EXPECTED
 from tests.declines import DECLINES
-from tests.doc_programs import Page, pages, read_attend
+from tests.doc_programs import Page, paged_csr, pages, read_attend
 from tests.postgrad import rewrite
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -47,6 +47,7 @@ def _maker(name: str) -> Callable[[], str]:
     kind, _, argument = name.partition(":")
     return {
         "program": lambda: program(pages()[argument]),
+        "paged-csr": lambda: program(Page(paged_csr, ())),
         "graphs": lambda: graphs(pages()[argument]),
         "declines": lambda: declines(argument),
         "reasons": reasons,

@@ -14,7 +14,7 @@ import torch
 from fusion_pass import Config
 from fusion_pass.patterns import Reason
 from tests.declines import DECLINES, Decline
-from tests.doc_programs import pages
+from tests.doc_programs import paged_csr, pages
 from tests.make_docs import DOCS, made, pages_with_parts
 
 ROOT = DOCS.parent
@@ -57,6 +57,24 @@ def test_what_the_gates_page_says_of_a_factor() -> None:
     written = "(flat(sdpa(query, wide(key), wide(value))) * torch.sigmoid(gate)) * 2"
     (site,) = Decline("gate", Reason.NOT_SIGMOID, written).run().sites
     assert site["fused"]
+
+
+def test_the_paged_page_s_second_program_attends_to_the_pages_that_it_names() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((2, 8, 64), (10, 16, 2, 64), (10, 16, 2, 32), (8,), (2, 8, 32))
+    operands = [torch.randn(size, generator=generator) for size in sizes]
+    query, k_cache, v_cache, sinks, gate = (operand.double() for operand in operands)
+    rows = []
+    for row, (pages_of_row, length) in enumerate((([7, 2, 9], 40), ([4, 0], 17))):
+        key, value = (
+            cache[pages_of_row].flatten(0, 1)[max(length - 32, 0) : length].repeat_interleave(4, 1)
+            for cache in (k_cache, v_cache)
+        )
+        logits = torch.einsum("hd,shd->hs", query[row], key) / 8
+        weights = torch.cat([logits, sinks[:, None]], 1).softmax(1)[:, :-1]
+        rows.append(torch.einsum("hs,shd->hd", weights, value))
+    expected = torch.stack(rows) * gate.sigmoid()
+    torch.testing.assert_close(paged_csr(*operands), expected.float())
 
 
 @pytest.mark.parametrize("path", EVERY, ids=name)
