@@ -41,7 +41,7 @@ ADVICE: dict[Reason, Advice] = {
     Reason.NOT_SIGMOID: Advice(
         "The output is multiplied by something that is no plain sigmoid.",
         "Another activation needs another kernel; move factors and offsets out of the gate, to "
-        "after the product.",
+        "after the product; slice, shard or reduce the gate before its sigmoid.",
     ),
     Reason.GATE_LAYOUT: Advice(
         "The gate does not have one value for each element, head, token or batch row of the "
