@@ -169,6 +169,21 @@ def session(tmp_path: Path, budget: float = 100.0) -> Session:
     return Session(results, clock, Ceilings(2.0, 4.0), CPU, budget)
 
 
+def begin(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """The session that a run begins, in which every sample takes a microsecond."""
+    begun = session(tmp_path)
+    begun.results.data["run"] = run
+    begun.clock.time = lambda arms: [1.0 for arm in arms]  # type: ignore[method-assign]
+    monkeypatch.setattr(Session, "begin", lambda *arguments: begun)
+    return begun
+
+
+def torchs(given: operands.Operands) -> peers.Call:
+    """A peer that computes with torch's own operators."""
+    q, k, v, gate, mask, scale = vars(given).values()
+    return lambda: peers._gated_sdpa(q, k, v, gate, mask, scale)
+
+
 def test_a_cell_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     def measure(cell: int) -> dict[str, Any]:
         if cell == 1:
@@ -319,14 +334,8 @@ def test_wrong_and_failing_candidates_get_no_time(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_graphs")
 def test_a_whole_kernel_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def torchs(given: operands.Operands) -> peers.Call:
-        q, k, v, gate, mask, scale = vars(given).values()
-        return lambda: peers._gated_sdpa(q, k, v, gate, mask, scale)
-
-    begun = session(tmp_path)
-    begun.clock.time = lambda arms: [1.0 for arm in arms]  # type: ignore[method-assign]
+    begun = begin("kernel", tmp_path, monkeypatch)
     ours, stock = Peer("fused", torchs), Peer("stock", torchs)
-    monkeypatch.setattr(Session, "begin", lambda *arguments: begun)
     monkeypatch.setattr(entries, "OURS", ours)
     monkeypatch.setattr(entries, "STOCK", stock)
     monkeypatch.setattr(kernel, "PEERS", (ours, stock, Peer("fa3", torchs, lambda: "gone")))
@@ -356,14 +365,7 @@ def test_a_whole_kernel_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("no_graphs")
 def test_a_whole_gate_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def torchs(given: operands.Operands) -> peers.Call:
-        q, k, v, gate, mask, scale = vars(given).values()
-        return lambda: peers._gated_sdpa(q, k, v, gate, mask, scale)
-
-    begun = session(tmp_path)
-    begun.results.data["run"] = "gate"
-    begun.clock.time = lambda arms: [1.0 for arm in arms]  # type: ignore[method-assign]
-    monkeypatch.setattr(Session, "begin", lambda *arguments: begun)
+    begun = begin("gate", tmp_path, monkeypatch)
     monkeypatch.setattr(gate, "OURS", Peer("fused", torchs))
     monkeypatch.setattr(gate, "GEOMETRY", SMALL)
     monkeypatch.setattr(gate, "BATCHES", (1, 2))
@@ -389,17 +391,10 @@ def small_paged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     def ours(given: Any, modes: Any) -> peers.Call:
         return lambda: reference.paged_decode_attention(given, modes)
 
-    def dense(given: operands.Operands) -> peers.Call:
-        q, k, v, gate, mask, scale = vars(given).values()
-        return lambda: peers._gated_sdpa(q, k, v, gate, mask, scale)
-
-    begun = session(tmp_path)
-    begun.results.data["run"] = "paged"
-    begun.clock.time = lambda arms: [1.0 for arm in arms]  # type: ignore[method-assign]
-    monkeypatch.setattr(Session, "begin", lambda *arguments: begun)
+    begun = begin("paged", tmp_path, monkeypatch)
     monkeypatch.setattr(paged_operands.launch, "run", reference.paged_decode_attention)
     monkeypatch.setattr(paged_operands, "ours", ours)
-    monkeypatch.setattr(paged, "OURS", Peer("fused", dense))
+    monkeypatch.setattr(paged, "OURS", Peer("fused", torchs))
     monkeypatch.setattr(paged, "capture", kernel.capture)
     monkeypatch.setattr(paged, "GEOMETRIES", (SMALL,))
     monkeypatch.setattr(paged, "GATE_LENGTHS", ((5,), (6, 3)))

@@ -532,6 +532,17 @@ def test_enable_reaches_other_threads_only_where_inductors_settings_do() -> None
             assert pool.submit(inductor.current_slot).result() is (held if shared else before)
 
 
+def quickest(graph: torch.fx.Graph, clock: Callable[[], float]) -> float:
+    """The seconds of the quickest of 20 passes over a graph that stays as it is."""
+    ours = GatedAttentionPass()
+    seconds = []
+    for _ in range(20):
+        start = clock()
+        ours(graph, True)
+        seconds.append(clock() - start)
+    return min(seconds)
+
+
 def test_a_graph_without_attention_costs_less_than_a_millisecond() -> None:
     def deep(x: Tensor) -> Tensor:
         for _ in range(100):
@@ -541,13 +552,8 @@ def test_a_graph_without_attention_costs_less_than_a_millisecond() -> None:
     with fake_mode():
         graph = trace(deep, torch.empty(8, 8)).graph
     assert len(graph.nodes) > 300
-    before, ours = str(graph), GatedAttentionPass()
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        ours(graph, True)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 1e-3
+    before = str(graph)
+    assert quickest(graph, time.perf_counter) < 1e-3
     assert str(graph) == before
     assert told() == {}
 
@@ -562,13 +568,8 @@ def test_an_attention_on_a_device_that_is_not_enabled_costs_less_than_a_millisec
     with fake_mode():
         graph = trace(layer, *operands()).graph
     assert len(graph.nodes) > 60
-    before, ours = str(graph), GatedAttentionPass()
-    seconds = []
-    for _ in range(20):
-        start = time.thread_time()
-        ours(graph, True)
-        seconds.append(time.thread_time() - start)
-    assert min(seconds) < 1e-3
+    before = str(graph)
+    assert quickest(graph, time.thread_time) < 1e-3
     assert str(graph) == before
     assert told() == {"declined": 20, "declined: device": 20}
 
