@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import reading
 from fusion_pass import launch, reference
 from fusion_pass.launch import Operand
 
@@ -24,9 +25,9 @@ INF = math.inf
 MODES = {"scale": 0.25, "mask_fill": -INF, "masked_row": "zero", "numerics": "compiled"}
 
 
-def _load_interpreted() -> ModuleType:
-    path = importlib.util.find_spec("fusion_pass.kernels.gated_decode").origin
-    spec = importlib.util.spec_from_file_location("interpreted_gated_decode", path)
+def _load_interpreted(name: str) -> ModuleType:
+    path = importlib.util.find_spec(name).origin
+    spec = importlib.util.spec_from_file_location(f"interpreted_{name.replace('.', '_')}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -72,7 +73,7 @@ def interpreted_kernels() -> Iterator[ModuleType]:
                 if hasattr(triton.language, name):
                     patch.setattr(triton.language, name, interpreted)
         patch.setattr(interpreter, "_patch_lang_tensor", _patch_lang_tensor)
-        module = _load_interpreted()
+        module = _load_interpreted("fusion_pass.kernels.gated_decode")
         patch.setattr(launch, "kernels", lambda: module)
         yield module
 
@@ -226,6 +227,35 @@ def test_sliding_window(window: int) -> None:
     tensors[3][:] = 40.0
     weights = check(tensors, mask.expand(1, 1, 1, length))[..., :length]
     assert torch.equal(weights != 0, mask.expand_as(weights))
+
+
+MASKS = {
+    "all": lambda keys, tokens: keys >= 0,
+    "none": lambda keys, tokens: keys < 0,
+    "prefix": lambda keys, tokens: keys < 90,
+    "window": lambda keys, tokens: (keys > 30) & (keys < 131),
+    "suffix": lambda keys, tokens: keys > 69,
+    "causal": lambda keys, tokens: keys <= 100 + tokens,
+    "holes": lambda keys, tokens: (keys + tokens) % 7 > 0,
+    "two runs": lambda keys, tokens: (keys < 40) | (keys > 99),
+}
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("shape", MASKS)
+def test_a_mask_searched_in_parts_leaves_the_same_keys(
+    shape: str, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tiles of a program in one look, in a loop, or tile by tile; 133 keys end within one."""
+    tensors = operands(tokens=3, length=133)
+    live = MASKS[shape](torch.arange(133), torch.arange(3)[:, None]).expand(2, 1, 3, 133)
+    for tensor in tensors[1:3]:
+        tensor[:, :, ~live[0, 0].any(0)] = math.nan
+    at_once = check(tensors, live, splits)
+    monkeypatch.setattr(launch, "STRAIGHT_ELEMENTS", 0)
+    assert torch.equal(run(tensors, live, splits), at_once)
+    monkeypatch.setattr(launch, "SCAN_ELEMENTS", 1)
+    assert torch.equal(run(tensors, live, splits), at_once)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, INF])
@@ -403,3 +433,14 @@ def test_split_counts_agree() -> None:
 def test_zero_size_batch() -> None:
     result = run(operands(batch=0))
     assert result.shape == (0, 1, 4, 16)
+
+
+@pytest.mark.parametrize("tensor", [0, 1])
+def test_what_times_the_reading_of_k_and_v_reads_all_of_both(tensor: int) -> None:
+    seek = _load_interpreted("bench.probe_kernels").seek
+    for place in (0, 63, 64, 500, 998, 999):
+        both = torch.zeros(2, 1000, dtype=torch.int32)
+        both[tensor, place] = reading.NEEDLE
+        found = torch.zeros(64, dtype=torch.int32)
+        seek[(3,)](*both, found, reading.NEEDLE, 1000, 64)
+        assert found.tolist().count(reading.NEEDLE) == 1

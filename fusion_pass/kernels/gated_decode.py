@@ -93,6 +93,62 @@ def tile_offsets(stride_n, stride_d, ROWS: tl.constexpr, COLUMNS: tl.constexpr, 
 
 
 @triton.jit
+def look_at_tiles(
+    mask_rows,
+    row_valid,
+    stride_mn,
+    kv_length,
+    split,
+    tiles,
+    MASK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return where a row attends to a key, and where the mask changes no logit that counts.
+
+    Both are [tiles, rows, BLOCK_N]. Keys that there are not, and rows that are only padding, are
+    not attended to, and not changed either.
+    """
+    total_tiles = (kv_length + BLOCK_N - 1) // BLOCK_N
+    keys = ((split + tiles) * BLOCK_N)[:, None, None] + tl.arange(0, BLOCK_N)[None, None, :]
+    in_range = (keys < kv_length) & (split + tiles < total_tiles)[:, None, None]
+    needed = in_range & row_valid[None, :, None]
+    bias = load_mask(mask_rows[None, :, None] + keys.to(tl.int64) * stride_mn, needed, MASK)
+    return bias != float("-inf"), (bias == 0.0) | (needed == 0)
+
+
+@triton.jit
+def bound_tiles(attended, unchanged, tiles, num_tiles, num_splits):
+    """For each tile, what it alone makes of the bounds of the live and of the full ones.
+
+    Returns the first and the end of the live ones, the same of the full ones, and their number.
+    """
+    none: tl.constexpr = 0x7FFFFFFF
+    live = tl.max(tl.max(attended.to(tl.int32), axis=2), axis=1) > 0
+    full = tl.min(tl.min(unchanged.to(tl.int32), axis=2), axis=1) > 0
+    full = full & (tiles < num_tiles)
+    return (
+        tl.where(live, tiles, none),
+        tl.where(live, tiles + num_splits, 0),
+        tl.where(full, tiles, none),
+        tl.where(full, tiles + num_splits, 0),
+        full.to(tl.int32),
+    )
+
+
+@triton.jit
+def bound_all(first, end, full_first, full_end, full, num_splits):
+    """The bounds of the live tiles, and of the full ones, from those of each tile."""
+    live_end = tl.max(end, axis=0)
+    run_first = tl.min(full_first, axis=0)
+    run_end = tl.max(full_end, axis=0)
+    # Only an unbroken run of full tiles counts: prefixes, windows and causal masks leave one.
+    if run_end - run_first != tl.sum(full, axis=0) * num_splits:
+        run_first = live_end
+        run_end = live_end
+    return tl.min(first, axis=0), live_end, run_first, run_end
+
+
+@triton.jit
 def find_live_tiles(
     mask_rows,
     row_valid,
@@ -102,52 +158,58 @@ def find_live_tiles(
     num_splits,
     MASK: tl.constexpr,
     SCAN_TILES: tl.constexpr,
+    SCAN_ONCE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Return two half-open ranges of this split's tiles: the live ones and, in it, the full ones.
 
     Tiles are counted in steps of num_splits, beginning with 0 for tile number `split`. Outside the
     first range no row attends to a key; in the second the mask changes no logit of any row.
+    SCAN_ONCE says that SCAN_TILES are all of them, and few.
     """
     none: tl.constexpr = 0x7FFFFFFF
     lanes = tl.arange(0, SCAN_TILES) * num_splits
-    first = tl.full([SCAN_TILES], none, tl.int32)
-    end = tl.zeros([SCAN_TILES], tl.int32)
-    full_first = tl.full([SCAN_TILES], none, tl.int32)
-    full_end = tl.zeros([SCAN_TILES], tl.int32)
-    full = tl.zeros([SCAN_TILES], tl.int32)
-    total_tiles = (kv_length + BLOCK_N - 1) // BLOCK_N
-    for base in range(0, total_tiles - split, SCAN_TILES * num_splits):
-        tiles = base + lanes
-        keys = ((split + tiles) * BLOCK_N)[:, None, None] + tl.arange(0, BLOCK_N)[None, None, :]
-        pointers = mask_rows[None, :, None] + keys.to(tl.int64) * stride_mn
-        in_range = (keys < kv_length) & (split + tiles < total_tiles)[:, None, None]
-        bias = load_mask(pointers, in_range & row_valid[None, :, None], MASK)
-        live = (bias != float("-inf")).to(tl.int32)  # [SCAN_TILES, rows, BLOCK_N]
-        # Rows that are only padding do not make a tile partial.
-        unmasked = ((bias == 0.0) | (in_range & (row_valid == 0)[None, :, None])).to(tl.int32)
-        tile_live = tl.max(tl.max(live, axis=2), axis=1) > 0
-        tile_full = tl.min(tl.min(unmasked, axis=2), axis=1) > 0
-        first = tl.minimum(first, tl.where(tile_live, tiles, none))
-        end = tl.maximum(end, tl.where(tile_live, tiles + num_splits, 0))
-        full_first = tl.minimum(full_first, tl.where(tile_full, tiles, none))
-        full_end = tl.maximum(full_end, tl.where(tile_full, tiles + num_splits, 0))
-        full += tile_full.to(tl.int32)
+    num_tiles = (kv_length + BLOCK_N - 1) // BLOCK_N - split
     live_first = 0
-    live_end = total_tiles - split
+    live_end = num_tiles
     run_first = live_first
     run_end = live_end
-    num_full = tl.sum(full, axis=0)
-    # That a mask is nowhere false takes one reduction to tell.
-    if num_full * num_splits < live_end:
-        live_first = tl.min(first, axis=0)
-        live_end = tl.max(end, axis=0)
-        run_first = tl.min(full_first, axis=0)
-        run_end = tl.max(full_end, axis=0)
-        # Only an unbroken run of full tiles counts: prefixes, windows and causal masks leave one.
-        if run_end - run_first != num_full * num_splits:
-            run_first = live_end
-            run_end = live_end
+    if SCAN_ONCE:
+        # Without a loop, what comes after may be computed while the mask is on its way.
+        attended, unchanged = look_at_tiles(
+            mask_rows, row_valid, stride_mn, kv_length, split, lanes, MASK, BLOCK_N
+        )
+        # That a mask is nowhere false takes one reduction to tell.
+        if tl.min(unchanged.to(tl.int32)) == 0:
+            first, end, full_first, full_end, full = bound_tiles(
+                attended, unchanged, lanes, num_tiles, num_splits
+            )
+            live_first, live_end, run_first, run_end = bound_all(
+                first, end, full_first, full_end, full, num_splits
+            )
+    else:
+        first = tl.full([SCAN_TILES], none, tl.int32)
+        end = tl.zeros([SCAN_TILES], tl.int32)
+        full_first = tl.full([SCAN_TILES], none, tl.int32)
+        full_end = tl.zeros([SCAN_TILES], tl.int32)
+        full = tl.zeros([SCAN_TILES], tl.int32)
+        for base in range(0, num_tiles, SCAN_TILES * num_splits):
+            tiles = base + lanes
+            attended, unchanged = look_at_tiles(
+                mask_rows, row_valid, stride_mn, kv_length, split, tiles, MASK, BLOCK_N
+            )
+            t_first, t_end, t_full_first, t_full_end, t_full = bound_tiles(
+                attended, unchanged, tiles, num_tiles, num_splits
+            )
+            first = tl.minimum(first, t_first)
+            end = tl.maximum(end, t_end)
+            full_first = tl.minimum(full_first, t_full_first)
+            full_end = tl.maximum(full_end, t_full_end)
+            full += t_full
+        if tl.sum(full, axis=0) * num_splits < live_end:
+            live_first, live_end, run_first, run_end = bound_all(
+                first, end, full_first, full_end, full, num_splits
+            )
     return live_first, live_end, run_first, run_end
 
 
@@ -325,6 +387,7 @@ def gated_decode_split(
     MASK_ROWS: tl.constexpr,
     SCAN_ROWS: tl.constexpr,
     SCAN_TILES: tl.constexpr,
+    SCAN_ONCE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     SINGLE: tl.constexpr,
     MASKED_ROW: tl.constexpr,
@@ -399,6 +462,7 @@ def gated_decode_split(
             num_splits,
             MASK,
             SCAN_TILES,
+            SCAN_ONCE,
             BLOCK_N,
         )
     # From 0: Triton 3.9 does not pipeline a loop whose lower bound is a variable.
