@@ -21,7 +21,9 @@ from fusion_pass.overlap import may_share, overlaps, overlaps_itself
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_DIMS = 5
-_FEW_ELEMENTS = 1 << 17
+# On an H200, to eager torch: up to here 0.48 to 0.55, and 0.55 to 0.57 with the blocks of more
+# elements, which at four times as many are the faster: 0.60, and 0.75 with these.
+_FEW_ELEMENTS = 1 << 18
 
 
 def _bits(*keys: DispatchKey) -> int:
@@ -265,7 +267,7 @@ def launch_of(x: Tensor, gate: Tensor, out: Tensor, dims: list[_Dim]) -> Launch:
     }
     elements = out.numel()
     few = elements <= _FEW_ELEMENTS
-    block = 256 if few else 1024
+    block = 512 if few else 1024
     spans = [sum((dim.size - 1) * dim.steps[which] for dim in dims) for which in range(3)]
     return Launch(
         kernel=kernels().sigmoid_gate_mul,
@@ -281,7 +283,7 @@ def launch_of(x: Tensor, gate: Tensor, out: Tensor, dims: list[_Dim]) -> Launch:
             "IS_WIDE": max(*spans, elements + block) >= 2**31,
             "BLOCK": block,
         },
-        num_warps=1 if few else 4,
+        num_warps=8 if few else 4,
         num_stages=1,
         label="sigmoid_gate_mul",
         writes=("output",),

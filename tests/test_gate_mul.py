@@ -273,17 +273,19 @@ def test_compiles_ahead_of_time(target: str, layout: str) -> None:
     assert compile_for(TARGETS[target], step).metadata.shared == 0
 
 
-def test_a_gate_that_is_half_of_a_projection_is_read_in_whole_vectors() -> None:
+@pytest.mark.parametrize(("tokens", "width"), [(64, "b32"), (65, "v4.b32")])
+def test_a_gate_that_is_half_of_a_projection_is_read_in_vectors(tokens: int, width: str) -> None:
+    """Of two elements, so that all threads have some, or of eight where there are many."""
     pytest.importorskip("triton")
     from tests.test_aot import POINTERS, TARGETS, compile_for
 
-    x, gate = numbers(8, 16, 256).bfloat16(), numbers(8, 16, 512).bfloat16()[..., 256:]
+    x, gate = numbers(tokens, 16, 256).bfloat16(), numbers(tokens, 16, 512).bfloat16()[..., 256:]
     step = gate_mul.launch_of(x, gate, x, gate_mul._merged(x.shape, (x, gate, x)))
     pointers = dict.fromkeys(("x", "gate", "output"), POINTERS[torch.bfloat16])
     step = dataclasses.replace(step, arguments={**step.arguments, **pointers})
     text = compile_for(TARGETS["sm_90"], step).asm["ptx"]
-    assert text.count("ld.global.v4") == 2
-    assert text.count("st.global.v4") == 1
+    assert text.count(f"ld.global.{width}") == 2
+    assert text.count(f"st.global.{width}") == 1
 
 
 class TestOpaque:
