@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench import entries, geometry, peers
+from bench import entries, geometry, peers, reading
 from bench.ahead import compile_ahead
 from bench.entries import Entry
 from bench.geometry import GEOMETRIES, Geometry
@@ -69,10 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def grid(session: Session, entrants: Sequence[Peer], cell: Cell) -> dict[str, Any]:
-    """Every peer on one cell of the grid, and the cell's floor."""
+    """Every peer on one cell of the grid, the cell's floor, and what reading alone takes."""
     compared = entries.grid(cell.geometry, cell.batch, cell.kv_length, entrants, session.device)
+    readers = reading.arms(compared[0].operands) if compared else []
     floor = session.ceilings.floor_us(cell.geometry.kv_bytes(cell.batch, cell.kv_length))
-    return {"floor_us": round(floor, 3), **compare(session, compared)}
+    return {"floor_us": round(floor, 3), **compare(session, compared, readers)}
 
 
 def part(session: Session, name: str, batch: int) -> dict[str, Any]:
@@ -80,8 +81,13 @@ def part(session: Session, name: str, batch: int) -> dict[str, Any]:
     return compare(session, entries.PARTS[name](batch, session.device))
 
 
-def compare(session: Session, compared: Sequence[Entry]) -> dict[str, Any]:
-    """Capture each entry, check its result, and time those that are right, interleaved."""
+def compare(
+    session: Session, compared: Sequence[Entry], readers: Sequence[Arm] = ()
+) -> dict[str, Any]:
+    """Capture each entry, check its result, and time those that are right, interleaved.
+
+    The `readers`, which compute nothing, are timed among them and give `read_us`.
+    """
     torch._dynamo.reset()
     arms: list[Arm] = []
     outputs: dict[str, tuple[Truth, torch.Tensor]] = {}
@@ -102,13 +108,14 @@ def compare(session: Session, compared: Sequence[Entry]) -> dict[str, Any]:
         details[entry.name] = {"error": float(f"{error:.4g}")}
         arms.append(Arm(entry.name, captured.replay))
         outputs[entry.name] = entry.truth, captured.output
-    summaries = interleave(with_null(arms), session.clock, seconds=0.4)
+    summaries = interleave([*with_null(arms), *readers], session.clock, seconds=0.5)
+    read = reading.least(summaries)
     for name, (truth, output) in outputs.items():
         # A graph whose operands were gone would have been timed at something else.
         if not (error := truth.error(output)) <= truth.bound:
             refused[name] = failed(f"wrong after it was timed: error {error:.2e}")
             del summaries[name]
-    return candidates(summaries, refused, details)
+    return {**read, **candidates(summaries, refused, details)}
 
 
 def describe_grid(cell: Cell) -> dict[str, Any]:

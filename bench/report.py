@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import bars, paged_tables, tables
+from bench import bars, kernel_tables, paged_tables, tables
 from bench.plot import Chart, svg
 from bench.results import load
 
@@ -26,6 +26,7 @@ PLOT_BATCH = 8
 PLOTS = "plots"
 # Marker, the run whose results it shows, and the renderer.
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
+    **kernel_tables.TABLES,
     **tables.TABLES,
     **paged_tables.TABLES,
     **{f"{run}-bars": (run, bars.rows(run)) for run in bars.BARS},

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.geometry import GEOMETRIES, GRID
-
 Cell = Mapping[str, Any]
 Data = Mapping[str, Any]
 FUSED, STOCK = "fused", "stock"
@@ -39,51 +37,6 @@ def environment(data: Data) -> str:
     driver = smi.get("driver_version")
     parts = [env["device"], *([f"driver {driver}"] if driver else []), *versions]
     return f"{', '.join(parts)}; commit {commit}"
-
-
-def kernel(data: Data) -> list[str]:
-    """Ours, the best peer over ours, and the floor over ours, for each cell of the grid."""
-    cells = of_kind(data, "grid")
-    if not cells:
-        return []
-    found = {(c["shape"]["geometry"], c["shape"]["B"], c["shape"]["S"]): c for c in cells}
-    shown = [g for g in GEOMETRIES if any(key[0] == g.name for key in found)]
-    header = ["batch, KV length", *(heads(g.query_heads, g.kv_heads, g.head_dim) for g in shown)]
-    rows = [
-        [f"{batch}, {length}", *(_kernel_cell(found.get((g.name, batch, length))) for g in shown)]
-        for batch, length in GRID
-        if any((g.name, batch, length) in found for g in shown)
-    ]
-    return [*table(header, rows), "", *kernel_summary(cells)]
-
-
-def kernel_summary(cells: Sequence[Cell]) -> list[str]:
-    """Geometric means over the cells that have a time of ours."""
-    ratios = [ratio for cell in cells if (ratio := best_peer(cell)) is not None]
-    floors = [cell["floor_us"] / own for cell in cells if (own := median(cell, FUSED)) is not None]
-    lines = []
-    if ratios:
-        worst = min(ratio for _, ratio in ratios)
-        mean = geometric_mean(ratio for _, ratio in ratios)
-        lines.append(f"Best peer over fused: geometric mean {mean:.2f}, least {worst:.2f}. ")
-    if floors:
-        mean = geometric_mean(floors)
-        lines.append(f"Floor over fused: geometric mean {mean:.2f}, least {min(floors):.2f}.")
-    return ["".join(lines)] if lines else []
-
-
-def kernel_all(data: Data) -> list[str]:
-    """The median of every candidate on every cell of the grid, in us."""
-    cells = of_kind(data, "grid")
-    names = candidate_names(cells)
-    header = ["heads, batch, KV length", "floor", *names, "null"]
-    rows = []
-    for cell in cells:
-        shape = cell["shape"]
-        label = f"{heads(shape['Hq'], shape['Hkv'], shape['D'])}, {shape['B']}, {shape['S']}"
-        times = [time_of(cell, name) for name in names]
-        rows.append([label, number(cell.get("floor_us")), *times, null_time(cell)])
-    return [*table(header, rows), *not_measured(data, names)] if rows else []
 
 
 def arms(kind: str) -> Callable[[Data], list[str]]:
@@ -181,8 +134,6 @@ def compile_time(data: Data) -> list[str]:
 
 # Marker, the run whose results it shows, and the renderer; the bars' are in `report`.
 TABLES: dict[str, tuple[str, Callable[[Data], list[str]]]] = {
-    "kernel": ("kernel", kernel),
-    "kernel-all": ("kernel", kernel_all),
     "masks": ("kernel", arms("masks")),
     "tokens": ("kernel", arms("tokens")),
     "model": ("model", model("graph")),
@@ -272,18 +223,6 @@ def time_of(cell: Cell, name: str) -> str:
 
 def _is_sharded(cell: Cell) -> bool:
     return bool(cell["shape"]["model"].endswith(SHARDED))
-
-
-def _kernel_cell(cell: Cell | None) -> str:
-    """Such as "26.5 us, 1.36x fa3, 0.71"."""
-    if cell is None:
-        return ABSENT
-    own = median(cell, FUSED)
-    if own is None:
-        return "skipped" if "skipped" in cell else "failed"
-    peer = best_peer(cell)
-    against = f"{peer[1]:.2f}x {peer[0]}" if peer else ABSENT
-    return f"{number(own)} us, {against}, {cell['floor_us'] / own:.2f}"
 
 
 def _step_cell(cell: Cell | None, live: str, mode: str) -> str:

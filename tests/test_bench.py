@@ -37,6 +37,7 @@ from bench import (
     paged_operands,
     paged_tables,
     peers,
+    reading,
     report,
     tables,
 )
@@ -339,6 +340,8 @@ def test_a_whole_kernel_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(entries, "OURS", ours)
     monkeypatch.setattr(entries, "STOCK", stock)
     monkeypatch.setattr(kernel, "PEERS", (ours, stock, Peer("fa3", torchs, lambda: "gone")))
+    readers = [Arm(f"{reading.NAME} {way}", lambda: None) for way in "ab"]
+    monkeypatch.setattr(reading, "arms", lambda given: readers)
     monkeypatch.setattr(entries, "LIVE", 5)
     monkeypatch.setattr(entries, "CAPACITIES", (16, 32))
     monkeypatch.setattr(entries, "BATCHES", (2,))
@@ -355,6 +358,8 @@ def test_a_whole_kernel_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [len(cells[kind]) for kind in ("grid", "masks", "tokens")] == [4, 1, 1]
     assert cells["grid"][0]["shape"]["S"] == 16
     assert set(cells["grid"][0]["candidates"]) == {"fused", "stock"}
+    assert cells["grid"][0]["read_us"] == 1.0
+    assert "read_us" not in cells["masks"][0]
     variants = {
         f"fused {m} @{c}" for m in ("none", "bool-full", "bool-5", "where-5") for c in (16, 32)
     }
@@ -518,6 +523,14 @@ def test_a_peer_that_cannot_be_imported_is_named(
     monkeypatch.syspath_prepend(tmp_path)
     reason = peers._needs("broken 1.0", "broken_peer")()
     assert reason == "broken 1.0 cannot be imported: OSError: no libcuda"
+
+
+def test_the_fastest_way_to_read_is_no_candidate() -> None:
+    times = {"fused": 5.0, "read a": 3.0, "read b": 2.5, "null": 5.1}
+    summaries = {name: timing.summarise([taken]) for name, taken in times.items()}
+    assert reading.least(summaries) == {"read_us": 2.5}
+    assert list(summaries) == ["fused", "null"]
+    assert reading.least(summaries) == {}
 
 
 def test_floors_follow_the_bytes() -> None:
@@ -789,6 +802,7 @@ def grid_cell(geometry: Geometry, batch: int, length: int) -> dict[str, Any]:
     return {
         **kernel.describe_grid(kernel.Cell(geometry, batch, length)),
         "floor_us": 8.0,
+        "read_us": 9.0,
         "candidates": {
             "fused": entry(10.0),
             "stock": entry(16.0),
@@ -871,8 +885,9 @@ def test_every_table_is_rendered_and_checks(root: Path) -> None:
     for line in (
         "| 1, 512 | 10.0 us, 1.50x flex, 0.80 | 10.0 us, 1.50x flex, 0.80 |",
         "Best peer over fused: geometric mean 1.50, least 1.50. "
-        "Floor over fused: geometric mean 0.80, least 0.80.",
-        "| 16/2 heads of 256, 1, 4096 | 8.00 | 10.0 | 16.0 | 15.0 | failed | 10.1 |",
+        "Floor over fused: geometric mean 0.80, least 0.80. "
+        "Over reading alone: fused 1.11, best peer 1.67.",
+        "| 16/2 heads of 256, 1, 4096 | 8.00 | 9.00 | 10.0 | 16.0 | 15.0 | failed | 10.1 |",
         "Not measured: fa3, fa3-fwd 0.0.3 is not installed.",
         "| model | capacity | live | batch 8 | batch 32 |",
         "| dense | 4096 | 600 | 11.3 → 0.42 ms (27.0x) | - |",
