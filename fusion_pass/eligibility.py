@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -47,24 +48,27 @@ class Context:
     numerics: str
     assumed: Limits | None = None
 
-    @cached_property
-    def _mutations(self) -> tuple[tuple[Node, Node], ...]:
-        """Every in-place write as (who writes, the value whose storage is written)."""
-        return tuple(
-            (node, storage_root(written)) for node in self.graph.nodes for written in _written(node)
-        )
+    @functools.cached_property
+    def _writers(self) -> dict[Node, list[Node]]:
+        """Who writes in place, by the value whose storage is written."""
+        writers: dict[Node, list[Node]] = {}
+        for node in self.graph.nodes:
+            if node.op != "call_function":
+                continue
+            for written in _written(node):
+                writers.setdefault(storage_root(written), []).append(node)
+        return writers
 
     def mutated_before(self, operand: Node, reader: Node, since: Node | None = None) -> bool:
         """Whether the storage of `operand` is written before `reader`.
 
         Only what is written after `since` counts, or after `operand` is made.
         """
-        if not self._mutations:
+        if not self._writers:
             return False
-        root, first = storage_root(operand), since or operand
-        return any(
-            written is root and first < writer < reader for writer, written in self._mutations
-        )
+        first = since or operand
+        writers = self._writers.get(storage_root(operand), ())
+        return any(first < writer < reader for writer in writers)
 
 
 def storage_root(node: Node) -> Node:
@@ -80,21 +84,32 @@ def _viewed(node: Node) -> Node | None:
     """The first input of an operator that returns a view, or of taking one of several results."""
     if not node.all_input_nodes:
         return None
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return node.all_input_nodes[0] if node.op == "call_function" else None
-    aliases = any(result.alias_info is not None for result in schema.returns)
-    return node.all_input_nodes[0] if aliases else None
+    if node.op == "call_function" and _may_alias(node.target):
+        return node.all_input_nodes[0]
+    return None
+
+
+@functools.cache
+def _may_alias(function: Any) -> bool:
+    """Whether a function returns a view of an argument; what is no operator may."""
+    schema = getattr(function, "_schema", None)
+    return schema is None or any(result.alias_info is not None for result in schema.returns)
 
 
 def _written(node: Node) -> Iterator[Node]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    for position, argument in enumerate(schema.arguments):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if argument.is_write and isinstance(value, Node):
+    for position, name in _written_arguments(node.target):
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        if isinstance(value, Node):
             yield value
+
+
+@functools.cache
+def _written_arguments(function: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of every argument that an operator writes to."""
+    schema = getattr(function, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return ()
+    return tuple((i, given.name) for i, given in enumerate(schema.arguments) if given.is_write)
 
 
 def operands(match: GatedAttention) -> list[Node]:

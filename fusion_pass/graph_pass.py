@@ -92,7 +92,7 @@ class GatedAttentionPass(InferenceGraphPass):
         numerics = "eager" if inductor_config.emulate_precision_casts else self.config.numerics
         context = eligibility.Context(graph, self.config, is_inference, numerics, assumed)
         sites = []
-        for node in [node for node in graph.nodes if patterns.may_be_attention(node)]:
+        for node in patterns.candidates(graph):
             sites.append(self._visit(graph, node, context))
             if visited is not None:
                 visited(node)

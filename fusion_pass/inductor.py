@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ import torch._logging._internal
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.exc import InductorError
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as _InferenceBase
@@ -135,6 +137,14 @@ def traced_for_inference() -> bool:
     context = torch._guards.TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     return not getattr(metadata, "is_train", False)
+
+
+def empty_fake(
+    mode: FakeTensorMode, size: Sequence[Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """What `torch.empty` gives under `mode`, contiguous and without data, less the dispatch."""
+    with no_dispatch():
+        return FakeTensor(mode, torch.empty(size, dtype=dtype, device="meta"), device)
 
 
 def compiles_ahead_of_time() -> bool:

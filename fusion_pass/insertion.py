@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_pass import ops
+from fusion_pass import inductor, ops
 from fusion_pass.patterns.layout import Size, same
 from fusion_pass.patterns.trace import shape, source, tensor
 
@@ -19,8 +19,7 @@ aten = torch.ops.aten
 _SHARED = "fusion_pass_shared"
 _UNSHARED_META = ("val", "tensor_meta", "eager_input_vals", _SHARED)
 
-# The dispatcher comes to the same function, and takes three times as long.
-_FAKES = {torch.ops.fusion_pass.gated_decode_attention.default: ops.fake}
+_DENSE = torch.ops.fusion_pass.gated_decode_attention.default
 
 
 class Inserter:
@@ -39,10 +38,15 @@ class Inserter:
         self.inserted.append(node)
         node.meta.update(self._meta)
         values, modes = torch.fx.map_arg((args, kwargs), lambda item: item.meta["val"])
-        compute = _FAKES.get(target, target)
-        with self._mode:
-            node.meta["val"] = compute(*values, **modes)
+        node.meta["val"] = self._value(target, values, modes)
         return node
+
+    def _value(self, target: Any, values: Any, modes: Any) -> Any:
+        if target is _DENSE:
+            # The dispatcher comes to the same, and takes several times as long.
+            return inductor.empty_fake(self._mode, *ops.result_of(*values, **modes))
+        with self._mode:
+            return target(*values, **modes)
 
     def shared(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """What a call would compute, taken from an equal call of this method before, if any.

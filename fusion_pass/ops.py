@@ -178,7 +178,18 @@ def _differ(size: int, wanted: int) -> bool:
     return isinstance(size, int) and isinstance(wanted, int) and size != wanted
 
 
-def fake(
+def fake(*operands: Any, **modes: Any) -> Tensor:
+    """The result's shape, strides and dtype, without its elements.
+
+    Raises:
+        TypeError, ValueError: as `validate`.
+    """
+    size, dtype, device = result_of(*operands, **modes)
+    # A fake tensor's own `new_empty` takes twice as long.
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def result_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -189,8 +200,8 @@ def fake(
     scale: float,
     dtype: torch.dtype | None = None,
     **modes: Any,
-) -> Tensor:
-    """The result's shape, strides and dtype, without its elements.
+) -> tuple[tuple[Any, ...], torch.dtype, torch.device]:
+    """The size, dtype and device of the result, which is contiguous.
 
     Raises:
         TypeError, ValueError: as `validate`.
@@ -198,7 +209,7 @@ def fake(
     validate(query, key, value, gate, mask, sinks, dtype=dtype, **modes)
     batch, query_heads, tokens, _ = query.shape
     size = (batch, tokens, query_heads, value.shape[3])
-    return query.new_empty(size, dtype=dtype or query.dtype)
+    return size, dtype or query.dtype, query.device
 
 
 def _cuda(*operands: Any, scale: float, **modes: Any) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from fusion_pass.launch import LaunchConfig
 from fusion_pass.patterns import GatedAttention
+from fusion_pass.patterns.layout import Size
 from fusion_pass.patterns.trace import shape, source, tensor
 
 _COPIES = (
@@ -53,7 +54,7 @@ def kernel_plan(match: GatedAttention, config: LaunchConfig) -> KernelPlan:
     copies = _copies(match)
     attention = _OPERATORS_OF_SPELLED_OUT if match.attention.producer == "decomposed" else 1
     return KernelPlan(
-        config=asdict(config),
+        config=dict(vars(config)),
         bytes_before=_bytes_before(match, copies),
         bytes_after=_bytes_after(match, config),
         launches_before=len(copies) + attention + 1,
@@ -108,17 +109,20 @@ def _bytes_after(match: GatedAttention, config: LaunchConfig) -> int | None:
 
 def _bytes(node: Node) -> int | None:
     """The bytes that a tensor's elements take in memory; a dimension of stride 0 is there once."""
-    sizes = [
-        1 if step == 0 else size
-        for size, step in zip(shape(node), tensor(node).stride(), strict=True)
-    ]
-    count = _product(sizes)
-    return None if count is None else count * tensor(node).dtype.itemsize
+    value = tensor(node)
+    count = _product(
+        1 if step == 0 else size for size, step in zip(shape(node), value.stride(), strict=True)
+    )
+    return None if count is None else count * value.dtype.itemsize
 
 
-def _product(sizes: Any) -> int | None:
-    whole = list(sizes)
-    return math.prod(whole) if all(isinstance(size, int) for size in whole) else None
+def _product(sizes: Iterable[Size]) -> int | None:
+    count = 1
+    for size in sizes:
+        if not isinstance(size, int):
+            return None
+        count *= size
+    return count
 
 
 def _plus(size: Any, more: int) -> Any:

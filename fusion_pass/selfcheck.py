@@ -6,7 +6,9 @@ import functools
 import inspect
 from collections.abc import Callable
 
+import sympy
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion_pass import __version__, inductor, lowering
 from fusion_pass.config import warn_once
@@ -87,6 +89,13 @@ def _context() -> None:
     inductor.compiles_ahead_of_time()
 
 
+def _fakes() -> None:
+    """The tensors without data that a graph is traced with."""
+    fake = inductor.empty_fake(FakeTensorMode(), (2, 3), torch.float32, torch.device("cpu"))
+    if (fake.shape, fake.stride(), fake.device.type) != ((2, 3), (3, 1), "cpu"):
+        raise TypeError("one that is made is not as asked for")
+
+
 def _registry() -> None:
     """The registry of lowerings."""
     from torch._inductor import lowering as lowerings
@@ -95,17 +104,23 @@ def _registry() -> None:
     if lowering.OPERATOR not in lowerings.lowerings:
         raise KeyError("a lowering is registered and not found")
     _takes(lowerings.fallback_handler, lowering.OPERATOR, add_to_fallback_set=False)
-    _takes(lowerings.empty_strided, [1], None, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def _buffers() -> None:
     """The buffers of Inductor's IR."""
     from torch._inductor import ir
+    from torch._inductor.graph import GraphLowering
 
     _takes(ir.ExternKernel.realize_input, None)
     _takes(ir.InputsKernel.unwrap_storage_for_input, None)
     _takes(ir.TensorBox.create, None)
     _has(ir.TensorBox, "get_device_or_error")
+    cpu, sizes = torch.device("cpu"), [sympy.Integer(1)]
+    nothing = ir.Pointwise(device=cpu, dtype=torch.float32, inner_fn=_takes, ranges=[0])
+    layout = ir.FixedLayout(cpu, torch.float32, sizes, ir.FlexibleLayout.contiguous_strides(sizes))
+    _takes(ir.ComputedBuffer, name=None, layout=layout, data=nothing)
+    _takes(GraphLowering.register_buffer, None, None)
+    _takes(GraphLowering.register_operation, None, None)
     for kind in (ir.Buffer, ir.ReinterpretView):
         _has(kind, "freeze_layout", "get_size", "get_stride", "get_dtype")
 
@@ -145,6 +160,7 @@ _PROBES: tuple[Callable[[], None], ...] = (
     _slot,
     _compiler,
     _context,
+    _fakes,
     _registry,
     _buffers,
     _kernels,

@@ -10,7 +10,7 @@ from .mask_program import ComputedMask
 from .operands import read_attention
 from .paged import OpaqueAttention, read_opaque
 from .reason import Decline, Reason
-from .registry import adapters, may_be_attention, register_attention
+from .registry import adapters, candidates, may_be_attention, register_attention
 from .trace import Operand
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Recognition",
     "Sizes",
     "adapters",
+    "candidates",
     "convert",
     "may_be_attention",
     "read_attention",

@@ -16,7 +16,7 @@ from .attention import Attention, Sizes
 from .layout import Dim, Layout, Size
 from .logits import MATMULS, Logits, trace_logits
 from .reason import Decline, Reason
-from .softmax import Softmax, softmax_behind
+from .softmax import Softmax, softmax_behind, softmax_or_origin
 from .trace import (
     Operand,
     aten,
@@ -46,9 +46,9 @@ _OF_DRAWS = (
 
 def recognise_decomposed(node: Node) -> Attention | Decline | None:
     """The attention whose second matmul is `node`; None if no softmax is multiplied there."""
-    softmax = softmax_behind(cast(Node, node.args[0]))
-    if softmax is None:
-        return _dropped(cast(Node, node.args[0]))
+    softmax = softmax_or_origin(cast(Node, node.args[0]))
+    if isinstance(softmax, Node):
+        return _dropped(softmax)
     weights = _name_axes(softmax.node)
     start = Operand(softmax.node, weights) if weights else None
     arriving = _follow(start, cast(Node, node.args[0])) if start else None

@@ -72,8 +72,7 @@ class Layout:
     @classmethod
     def of(cls, axes: Iterable[tuple[str, Size, int]]) -> Layout:
         """One axis a dimension, given as (name, size, stride); size one leaves it empty."""
-        dims = (() if same(n, 1) else (Factor(name, n, stride),) for name, n, stride in axes)
-        return cls(tuple(dims))
+        return _of(tuple(axes))
 
     @functools.cached_property
     def factors(self) -> tuple[Factor, ...]:
@@ -97,14 +96,11 @@ class Layout:
 
     def permute(self, order: Sequence[int]) -> Layout:
         """The layout of `tensor.permute(order)`."""
-        return Layout(tuple(self.dims[i] for i in order))
+        return _permute(self, tuple(order))
 
     def unpermute(self, order: Sequence[int]) -> Layout:
         """The layout of the tensor whose `permute(order)` has this layout."""
-        dims: list[Dim] = [()] * len(self.dims)
-        for position, source in enumerate(order):
-            dims[source] = self.dims[position]
-        return Layout(tuple(dims))
+        return _permute(self, _inverse(order))
 
     def reshape(self, shape: Sequence[Size]) -> Layout | None:
         """The layout after a reshape to `shape`; None where a dimension straddles factors."""
@@ -115,21 +111,42 @@ class Layout:
 
         The factors of a dimension that the expansion repeats are gone from the result.
         """
-        offset = len(expanded) - len(shape)
-        if offset < 0:
+        return _shrink(self, tuple(shape), tuple(expanded))
+
+
+# K and V, and the layers of a model, arrange the same axes in the same ways. What a layout is asked
+# about its factors it also keeps, so that equal ones had better be one.
+@functools.lru_cache(maxsize=1024)
+def _of(axes: tuple[tuple[str, Size, int], ...]) -> Layout:
+    dims = (() if same(n, 1) else (Factor(name, n, stride),) for name, n, stride in axes)
+    return Layout(tuple(dims))
+
+
+@functools.lru_cache(maxsize=1024)
+def _permute(layout: Layout, order: tuple[int, ...]) -> Layout:
+    return Layout(tuple(layout.dims[i] for i in order))
+
+
+def _inverse(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shrink(layout: Layout, shape: tuple[Size, ...], expanded: tuple[Size, ...]) -> Layout | None:
+    offset = len(expanded) - len(shape)
+    if offset < 0:
+        return None
+    dims: list[Dim] = []
+    for size, wide, dim in zip(shape, expanded[offset:], layout.dims[offset:], strict=True):
+        if same(size, wide):
+            dims.append(dim)
+        elif same(size, 1):
+            dims.append(())
+        else:
             return None
-        dims: list[Dim] = []
-        for size, wide, dim in zip(shape, expanded[offset:], self.dims[offset:], strict=True):
-            if same(size, wide):
-                dims.append(dim)
-            elif same(size, 1):
-                dims.append(())
-            else:
-                return None
-        return Layout(tuple(dims))
+    return Layout(tuple(dims))
 
 
-# K and V, and the layers of a model, arrange the same axes in the same ways.
 @functools.lru_cache(maxsize=1024)
 def _reshape(layout: Layout, shape: tuple[Size, ...]) -> Layout | None:
     pending = list(reversed(layout.factors))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from .attention import Attention
 from .decomposed import recognise_decomposed
@@ -34,6 +35,12 @@ _ADAPTERS: dict[torch._ops.OpOverload, str] = {}
 def may_be_attention(node: Node) -> bool:
     """Whether `node` calls an operator that some producer of attention ends in."""
     return node.op == "call_function" and node.target in _RECOGNISERS
+
+
+def candidates(graph: Graph) -> list[Node]:
+    """The nodes of `graph` that may be attention, in its order."""
+    calls = (graph.find_nodes(op="call_function", target=op, sort=False) for op in _RECOGNISERS)
+    return sorted(itertools.chain.from_iterable(calls))
 
 
 def recognise_attention(node: Node) -> Attention | OpaqueAttention | Decline | None:

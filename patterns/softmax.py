@@ -35,14 +35,20 @@ class Softmax:
 
 def softmax_behind(node: Node) -> Softmax | None:
     """The softmax that `node` rearranges or casts."""
+    found = softmax_or_origin(node)
+    return found if isinstance(found, Softmax) else None
+
+
+def softmax_or_origin(node: Node) -> Softmax | Node:
+    """The softmax that `node` rearranges or casts; if it is none, the first value behind it."""
     while has_tensor(node):
         if (softmax := _softmax(node) or _sunk_softmax(node)) is not None:
             return softmax
         origin = source(node) or recast(node)
         if origin is None:
-            return None
+            break
         node = origin
-    return None
+    return node
 
 
 def _softmax(node: Node) -> Softmax | None:
@@ -117,9 +123,11 @@ def _sunk_softmax(node: Node) -> Softmax | None:
     """`softmax(cat([x, sink], -1))[..., :-1]`, less its maximum or not."""
     if node.target is not aten.slice.Tensor:
         return None
-    call = arguments(node)
     inner = softmax_behind(cast(Node, node.args[0]))
-    if inner is None or inner.sink is not None or not _is_last(call["dim"], node):
+    if inner is None or inner.sink is not None:
+        return None
+    call = arguments(node)
+    if not _is_last(call["dim"], node):
         return None
     if inner.scale != 1.0:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +18,7 @@ FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 
 # All of these keep the row-major order of the elements: only the shape of their result counts.
-_RESHAPES = {
+_RESHAPES = (
     aten.view.default,
     aten.reshape.default,
     aten._unsafe_view.default,
@@ -29,15 +30,7 @@ _RESHAPES = {
     aten.clone.default,
     aten.alias.default,
     aten.detach.default,
-}
-_REARRANGEMENTS = {
-    *_RESHAPES,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.slice.Tensor,
-    aten.expand.default,
-    CAST,
-}
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,8 @@ class Operand:
 
 def tensor(node: Node) -> torch.Tensor:
     """The fake tensor of a node whose value is one tensor."""
-    return cast(torch.Tensor, node.meta["val"])
+    value: torch.Tensor = node.meta["val"]
+    return value
 
 
 def has_tensor(node: object) -> bool:
@@ -60,7 +54,8 @@ def has_tensor(node: object) -> bool:
 
 def shape(node: Node) -> tuple[Size, ...]:
     """The shape of a node's tensor; symbolic sizes as expressions."""
-    return tuple(map(as_size, tensor(node).shape))
+    sizes = node.meta["val"].shape
+    return tuple([size if isinstance(size, int) else as_size(size) for size in sizes])
 
 
 def as_size(size: int | torch.SymInt) -> Size:
@@ -73,28 +68,55 @@ def as_size(size: int | torch.SymInt) -> Size:
 
 def arguments(node: Node) -> dict[str, Any]:
     """The arguments of an operator call by name, defaults filled in."""
-    schema = cast(torch._ops.OpOverload, node.target)._schema
     bound: dict[str, Any] = {}
-    for position, argument in enumerate(schema.arguments):
+    for position, (name, default) in enumerate(_parameters(node.target)):
         if position < len(node.args):
-            bound[argument.name] = node.args[position]
-        elif argument.name in node.kwargs:
-            bound[argument.name] = node.kwargs[argument.name]
+            bound[name] = node.args[position]
         else:
-            bound[argument.name] = argument.default_value
+            bound[name] = node.kwargs.get(name, default)
     return bound
+
+
+@functools.cache
+def _parameters(operator: Any) -> tuple[tuple[str, Any], ...]:
+    """The names and defaults of an operator's arguments; a schema makes them anew each time."""
+    return tuple((argument.name, argument.default_value) for argument in operator._schema.arguments)
 
 
 def source(node: Node) -> Node | None:
     """The input whose elements `node` rearranges or repeats; None if it does more than that."""
-    if node.op != "call_function" or node.target not in _REARRANGEMENTS:
+    rearranges = _REARRANGEMENTS.get(node.target) if node.op == "call_function" else None
+    if rearranges is None or not node.args:
         return None
-    origin = node.args[0] if node.args else None
-    if not has_tensor(node) or not has_tensor(origin):
-        return None
-    if _order(node) or _keeps_order(node) or node.target is aten.expand.default:
-        return cast(Node, origin)
+    origin = cast(Node, node.args[0])
+    if has_tensor(node) and has_tensor(origin) and rearranges(node, origin):
+        return origin
     return None
+
+
+def _always(node: Node, origin: Node) -> bool:
+    return True
+
+
+def _is_whole(node: Node, origin: Node) -> bool:
+    """Whether a slice takes everything."""
+    step = node.args[4] if len(node.args) > 4 else node.kwargs.get("step", 1)
+    return bool(step == 1) and same_shape(shape(node), shape(origin))
+
+
+def _is_same_dtype(node: Node, origin: Node) -> bool:
+    return tensor(node).dtype is tensor(origin).dtype
+
+
+# Whether a call of the operator rearranges or repeats its first argument, and does no more.
+_REARRANGEMENTS: dict[Any, Callable[[Node, Node], bool]] = {
+    **dict.fromkeys(_RESHAPES, _always),
+    aten.permute.default: _always,
+    aten.transpose.int: _always,
+    aten.expand.default: _always,
+    aten.slice.Tensor: _is_whole,
+    CAST: _is_same_dtype,
+}
 
 
 def forward(node: Node, layout: Layout) -> Layout | None:
@@ -147,18 +169,6 @@ def _order(node: Node) -> tuple[int, ...] | None:
     return None
 
 
-def _keeps_order(node: Node) -> bool:
-    if node.target in _RESHAPES:
-        return True
-    if node.target is CAST:
-        return tensor(node).dtype is tensor(cast(Node, node.args[0])).dtype
-    # A slice or an expansion that selects everything.
-    if node.target in (aten.slice.Tensor, aten.expand.default):
-        whole = same_shape(shape(node), shape(cast(Node, node.args[0])))
-        return whole and arguments(node).get("step", 1) == 1
-    return False
-
-
 def constant(value: object) -> float | None:
     """The number that `value` is or that a node holds in every element, as its dtype stores it."""
     if isinstance(value, (int, float)):
@@ -175,6 +185,12 @@ def constant(value: object) -> float | None:
 
 def rounded(value: float, dtype: torch.dtype) -> float:
     """`value` as `dtype` stores it."""
+    # To a cache, the zeros of both signs are one value.
+    return _rounded(float(value), dtype) if value else float(value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rounded(value: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
 
 

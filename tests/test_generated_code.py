@@ -15,6 +15,7 @@ import torch._inductor.config
 import torch._inductor.scheduler
 from torch import Tensor
 from torch._higher_order_ops import triton_kernel_wrap
+from torch._inductor import lowering as inductor_lowering
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
@@ -148,6 +149,21 @@ def test_it_launches_the_kernels_itself(length: str) -> None:
     allocated = re.findall(r"empty_strided_cuda\(\((.*?)\), .*?(torch\.\w+)\)", code)
     rest = [size for size, dtype in allocated if dtype != "torch.float32"]
     assert rest == ["2, 1, 16, 256"]
+
+
+@pytest.mark.parametrize("length", ["static", "dynamic"])
+def test_buffers_are_those_of_empty_strided(length: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_lowering(size: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        return inductor_lowering.empty_strided(list(size), None, dtype=dtype, device=device)
+
+    codes = []
+    for _ in range(2):
+        mode = fake_mode(symbolic=True)
+        codes.append(generated(operands(mode, dynamic=length == "dynamic"), mode))
+        monkeypatch.setattr(lowering, "_empty", by_lowering)
+    # The name of a symbol is anew in every trace.
+    ours, theirs = (re.sub(r"\bs\d+\b", "length", code) for code in codes)
+    assert ours == theirs
 
 
 def test_warps_and_launches_are_as_chosen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
-from fusion_pass import ops, reference
+from fusion_pass import inductor, ops, reference
+from tests.graphs import fake_mode, symbolic
 
 OP = torch.ops.fusion_pass.gated_decode_attention.default
 MODES = {"scale": 0.25, "mask_fill": -math.inf, "masked_row": "zero", "numerics": "compiled"}
@@ -65,6 +68,26 @@ def test_fake_gives_the_real_layout(batch: int, heads: int, tokens: int) -> None
         real = OP(*inputs, None, **MODES)
         fake = OP(*(tensor.to("meta") for tensor in inputs), None, **MODES)
         assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("active", [False, True])
+def test_a_fake_made_without_the_dispatcher_is_the_same(dynamic: bool, active: bool) -> None:
+    mode = fake_mode(symbolic=True)
+    tensors = [symbolic(mode, tensor, (3,) if dynamic else ()) for tensor in operands(batch=3)]
+    with mode:
+        expected = OP(*tensors, None, **MODES)
+    with mode if active else contextlib.nullcontext():
+        made = inductor.empty_fake(mode, *ops.result_of(*tensors, None, **MODES))
+    assert type(made) is type(expected)
+    assert isinstance(made, FakeTensor)
+    assert made.fake_mode is mode
+    for attribute in ("shape", "dtype", "device", "layout", "requires_grad"):
+        assert getattr(made, attribute) == getattr(expected, attribute)
+    assert made.stride() == expected.stride()
+    assert isinstance(made.shape[0], torch.SymInt) is dynamic
+    assert mode.shape_env is not None
+    assert not mode.shape_env.guards
 
 
 def test_cpu_runs_the_reference_for_bfloat16() -> None:

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusion_pass import patterns
 from fusion_pass.patterns import GatedAttention, Reason
+from fusion_pass.patterns.trace import rounded
 from tests.graphs import (
     PRODUCERS,
     Shape,
@@ -127,6 +129,15 @@ class TestProducers:
     def test_a_graph_without_attention_has_nothing_to_say(self) -> None:
         graph = trace(lambda x: x * torch.sigmoid(x), SHAPE.gate()).graph
         assert recognitions(graph) == []
+
+    def test_candidates_are_in_the_order_of_the_graph(self) -> None:
+        def model(*inputs: Tensor) -> Tensor:
+            return gated(*inputs) + (inputs[3] @ inputs[3].mT) @ gated(*inputs)
+
+        graph = trace(model, *operands()).graph
+        found = patterns.candidates(graph)
+        assert found == [node for node in graph.nodes if patterns.may_be_attention(node)]
+        assert len({node.target for node in found}) > 1
 
 
 class TestKeyValue:
@@ -536,3 +547,12 @@ class TestChains:
             return output * torch.sigmoid(gate.reshape(16, 16, 3))
 
         assert reason_of(model, *operands(odd)) is Reason.ATTENTION_LAYOUT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [0.0, -0.0, 0.1, -65504.0, -65536.0, 1e39, -math.inf, 3])
+def test_a_constant_is_rounded_as_its_dtype_stores_it(value: float, dtype: torch.dtype) -> None:
+    stored = float(torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype))
+    for _ in range(2):
+        found = rounded(value, dtype)
+        assert (found, math.copysign(1, found)) == (stored, math.copysign(1, stored))
