@@ -29,6 +29,7 @@ from fusion_pass import (
 )
 from fusion_pass.config import Config, ConfigError
 from fusion_pass.dump import Recorder
+from fusion_pass.frame_stack import roomy
 from fusion_pass.inductor import InferenceGraphPass, traced_for_inference
 from fusion_pass.launch import Limits
 from fusion_pass.paged import check
@@ -74,6 +75,7 @@ class GatedAttentionPass(InferenceGraphPass):
                 raise
             _logger.warning("what became of a graph is not told: %s", fault, exc_info=True)
 
+    @roomy
     def rewrite(
         self,
         graph: Graph,

@@ -17,6 +17,7 @@ import sympy
 import torch
 
 from fusion_pass import launch
+from fusion_pass.frame_stack import roomy
 from fusion_pass.launch import Launch, Operand
 from fusion_pass.operand import static
 from fusion_pass.paged import check as paged_check
@@ -46,6 +47,7 @@ def register() -> None:
         register_lowering(operator, type_promotion_kind=None)(lower)
 
 
+@roomy
 def _lower(
     query: TensorBox,
     key: TensorBox,
