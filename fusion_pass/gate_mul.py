@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,14 +13,11 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from fusion_pass.launch import DTYPE_NAMES, Launch, interpretable, start
+from fusion_pass.gate_mul_launch import MAX_DIMS, launch_of, merge
+from fusion_pass.launch import DTYPE_NAMES, interpretable, start
 from fusion_pass.overlap import may_share, overlaps, overlaps_itself
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-MAX_DIMS = 5
-# On an H200, to eager torch: up to here 0.48 to 0.55, and 0.55 to 0.57 with the blocks of more
-# elements, which at four times as many are the faster: 0.60, and 0.75 with these.
-_FEW_ELEMENTS = 1 << 18
 
 
 def _bits(*keys: DispatchKey) -> int:
@@ -52,8 +46,8 @@ def sigmoid_gate_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> T
     left after those that lie evenly in memory are merged, and on every other device; also for
     whatever is not plain memory or is watched: a subclass of `Tensor`, a lazily negated view,
     forward mode, `torch.func`, a trace, a dispatch mode, a function mode other than
-    `torch.device`. Under torch.compile it is the plain expression, of which Inductor makes one
-    kernel itself.
+    `torch.device`; and for a gradient with a `gate` made in inference mode. Under torch.compile
+    it is the plain expression, of which Inductor makes one kernel itself.
 
     Args:
         x: any shape and strides; bfloat16, float16, float32 or float64.
@@ -64,7 +58,9 @@ def sigmoid_gate_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> T
     Returns:
         `out`, or a new dense tensor: it has the strides of `x` if that is dense and of the same
         shape, and else an order of dimensions that depends on the path. Differentiable in `x` and
-        `gate`, any number of times.
+        `gate`, any number of times. The gradients are those of torch, but made from `gate` itself,
+        where torch saves its sigmoid: writing to `gate` before the backward pass makes that raise
+        torch's error "modified by an inplace operation".
 
     Raises:
         TypeError: an operand is no tensor, or a dtype is not supported or not that of the result.
@@ -96,16 +92,12 @@ def sigmoid_gate_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> T
     if keys & ~_DIRECT or _is_watched(x, gate, out):
         return _two_kernels(x, gate, out)
     if _has_gradient(x, gate):
+        if gate.is_inference():
+            # It cannot be saved for the backward pass; its sigmoid can.
+            return _two_kernels(x, gate, out)
         product: Tensor = _SigmoidGateMul.apply(x, gate)  # type: ignore[no-untyped-call]
         return product
     return _compute(x, gate, out, shape, dtype)
-
-
-def kernels() -> ModuleType:
-    """The module of the Triton kernel, imported on first use."""
-    from fusion_pass.kernels import sigmoid_gate_mul
-
-    return sigmoid_gate_mul
 
 
 def _check_operands(x: Tensor, gate: Tensor) -> None:
@@ -194,7 +186,7 @@ def _compute(
     if not _has_kernel(x, gate, out):
         return _two_kernels(x, gate, out)
     product = _like(x, shape, dtype) if out is None else out
-    dims = _merged(shape, (x.expand(shape), gate.expand(shape), product))
+    dims = merge(shape, (x.expand(shape), gate.expand(shape), product))
     if len(dims) > MAX_DIMS:
         return _two_kernels(x, gate, product)
     if product.numel():
@@ -227,75 +219,13 @@ def _like(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=x.device)
 
 
-@dataclass(frozen=True)
-class _Dim:
-    """One dimension of the product and the strides of x, gate and output along it."""
-
-    size: int
-    steps: tuple[int, int, int]
-
-    def holds(self, inner: _Dim) -> bool:
-        """Whether this dimension goes on where `inner` ends, in all three tensors."""
-        ends = (step * inner.size for step in inner.steps)
-        return all(step == end for step, end in zip(self.steps, ends, strict=True))
-
-
-def _merged(shape: torch.Size, operands: tuple[Tensor, Tensor, Tensor]) -> list[_Dim]:
-    """The fewest dimensions that hold all elements, the output's largest stride first."""
-    strides = zip(*(operand.stride() for operand in operands), strict=True)
-    dims = [
-        _Dim(size, (x, gate, out))
-        for size, (x, gate, out) in zip(shape, strides, strict=True)
-        if size != 1
-    ]
-    merged: list[_Dim] = []
-    for dim in sorted(dims, key=lambda dim: -dim.steps[2]):
-        if merged and merged[-1].holds(dim):
-            merged[-1] = _Dim(merged[-1].size * dim.size, dim.steps)
-        else:
-            merged.append(dim)
-    return merged
-
-
-def launch_of(x: Tensor, gate: Tensor, out: Tensor, dims: list[_Dim]) -> Launch:
-    """The one launch that computes the product over at most `MAX_DIMS` dimensions."""
-    dims = [_Dim(1, (0, 0, 0))] * (MAX_DIMS - len(dims)) + dims
-    strides = {
-        f"stride_{letter}{place}": dim.steps[which]
-        for which, letter in enumerate("xgo")
-        for place, dim in enumerate(dims)
-    }
-    elements = out.numel()
-    few = elements <= _FEW_ELEMENTS
-    block = 512 if few else 1024
-    spans = [sum((dim.size - 1) * dim.steps[which] for dim in dims) for which in range(3)]
-    return Launch(
-        kernel=kernels().sigmoid_gate_mul,
-        grid=(math.ceil(elements / block),),
-        arguments={
-            "x": x,
-            "gate": gate,
-            "output": out,
-            "elements": elements,
-            **{f"size_{place}": dim.size for place, dim in enumerate(dims) if place},
-            **strides,
-            "SIGMOID_DTYPE": DTYPE_NAMES[gate.dtype],
-            "IS_WIDE": max(*spans, elements + block) >= 2**31,
-            "BLOCK": block,
-        },
-        num_warps=8 if few else 4,
-        num_stages=1,
-        label="sigmoid_gate_mul",
-        writes=("output",),
-    )
-
-
 class _SigmoidGateMul(torch.autograd.Function):
     """The product with its gradient, which is made of torch's operators and has one itself."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gate)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, gate)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
         return _compute(x, gate, None, *_result(x, gate))
 
     @staticmethod
@@ -305,8 +235,8 @@ class _SigmoidGateMul(torch.autograd.Function):
         sigmoid = torch.sigmoid(gate)
         grad_x = grad_gate = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad * sigmoid).sum_to_size(x.shape).to(x.dtype)
+            grad_x = (grad * sigmoid).sum_to_size(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             grad_sigmoid = (grad * x).sum_to_size(gate.shape).to(gate.dtype)
-            grad_gate = grad_sigmoid * (1 - sigmoid) * sigmoid
+            grad_gate = torch.ops.aten.sigmoid_backward(grad_sigmoid, sigmoid)
         return grad_x, grad_gate

@@ -7,6 +7,8 @@ from torch import Tensor
 
 def overlaps_itself(view: Tensor) -> bool:
     """Whether a view's strides may give two of its indices one element."""
+    if view.numel() == 0:
+        return False
     reach = 0
     for step, size in sorted(zip(view.stride(), view.shape, strict=True)):
         if size > 1 and step <= reach:
@@ -17,7 +19,7 @@ def overlaps_itself(view: Tensor) -> bool:
 
 def may_share(out: Tensor, operand: Tensor) -> bool:
     """Whether writing `out` might change elements of `operand` that are still to be read."""
-    if out.numel() == 0:
+    if out.numel() == 0 or operand.numel() == 0:
         return False
     same = (out.data_ptr(), out.shape, out.stride(), out.dtype) == (
         operand.data_ptr(),
@@ -35,7 +37,9 @@ def may_share(out: Tensor, operand: Tensor) -> bool:
 
 
 def span(view: Tensor) -> tuple[int, int]:
-    """The addresses of a view's first byte and of the one after its last."""
+    """The addresses of a view's first byte and of the one after its last; equal if it has none."""
+    if view.numel() == 0:
+        return view.data_ptr(), view.data_ptr()
     reach = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
     return view.data_ptr(), view.data_ptr() + (reach + 1) * view.element_size()
 
@@ -58,6 +62,8 @@ def _is_reached(distance: int, dims: list[tuple[int, int]]) -> bool:
 
 def overlaps(out: Tensor, operand: Tensor) -> bool:
     """Whether two contiguous tensors share elements at different indices."""
+    if out.numel() == 0 or operand.numel() == 0:
+        return False
     if not (out.is_contiguous() and operand.is_contiguous()):
         return False
     starts = [view.data_ptr() for view in (out, operand)]

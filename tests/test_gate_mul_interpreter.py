@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusion_pass import gate_mul
+from fusion_pass import gate_mul, gate_mul_launch
 from fusion_pass.gate_mul import sigmoid_gate_mul
 from fusion_pass.overlap import overlaps_itself, span
 from tests.test_gate_mul import INDIRECT, LAYOUTS, eager, negated, numbers
@@ -73,7 +73,7 @@ class TestInterpreted:
         helpers = "fusion_pass.kernels.gated_decode"
         monkeypatch.setitem(sys.modules, helpers, interpreted_kernels)
         module = load("fusion_pass.kernels.sigmoid_gate_mul")
-        monkeypatch.setattr(gate_mul, "kernels", lambda: module)
+        monkeypatch.setattr(gate_mul_launch, "kernels", lambda: module)
         monkeypatch.setattr(gate_mul, "interpretable", lambda dtype: dtype is not torch.bfloat16)
         original, self.launches = gate_mul.start, 0
 
@@ -110,7 +110,7 @@ class TestInterpreted:
         assert sigmoid_gate_mul(x, gate).stride() == eager(x, gate).stride()
 
     def test_large_blocks_and_a_ragged_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gate_mul, "_FEW_ELEMENTS", 100)
+        monkeypatch.setattr(gate_mul_launch, "_FEW_ELEMENTS", 100)
         self.check(numbers(3, 700), numbers(700, seed=1))
 
     def test_out_keeps_what_is_around_it(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -309,6 +311,22 @@ INVALID: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = 
     "wide window": (changed(window=2**70), ValueError, "window must be .* below 2\\*\\*63"),
     "part of a window": (changed(window=1.5), TypeError, "window must be an integer, not float"),
     "window of None": (changed(window=None), TypeError, "window must be an integer, not NoneType"),
+    "window in a tensor": (changed(window=torch.tensor(2.5)), TypeError, "window .* give its item"),
+    "integral window in a tensor": (changed(window=torch.tensor(2)), TypeError, "not Tensor; give"),
+    "window that is a truth": (changed(window=True), TypeError, "window must be an integer, not b"),
+    "windows": (changed(window=np.array([2])), TypeError, "window must be an integer, not ndarray"),
+    "tokens in a tensor": (
+        changed(max_query_tokens=torch.tensor(1)),
+        TypeError,
+        "max_query_tokens must be an integer, not Tensor; give its item",
+    ),
+    "scale in a tensor": (changed(scale=torch.tensor(0.3)), TypeError, "scale .* give its item"),
+    "scales in a tensor": (changed(scale=torch.ones(2)), TypeError, "scale .* not Tensor; give"),
+    "scales": (changed(scale=np.ones(2)), TypeError, "scale must be a number or None, not ndarray"),
+    "infinite scale": (changed(scale=math.inf), ValueError, "give a finite number"),
+    "scale of NaN": (changed(scale=math.nan), ValueError, "give a finite number"),
+    "huge scale": (changed(scale=10**400), ValueError, "scale is infinite .* give a finite"),
+    "huge fraction": (changed(scale=Fraction(10**400)), ValueError, "scale is infinite"),
     "numerics": (changed(numerics="fast"), ValueError, "numerics must be one of"),
     "numerics without a gate": (changed(gate=None, numerics="eager"), ValueError, "give a gate"),
 }
@@ -328,6 +346,40 @@ def test_the_operators_validate_too(gated: bool) -> None:
     for operation in (wrong, tuple(None if x is None else x.to("meta") for x in wrong)):
         with pytest.raises(ValueError, match="v_cache has"):
             (GATED_OP if gated else OP)(*operation, scale=0.3)
+
+
+@pytest.mark.parametrize("op", [OP, GATED_OP])
+@pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan])
+def test_the_operators_refuse_a_scale_that_is_not_finite(op: Any, scale: float) -> None:
+    arguments = positional(operands(), op is GATED_OP)
+    for given in (arguments, tuple(None if x is None else x.to("meta") for x in arguments)):
+        with pytest.raises(ValueError, match="give a finite number"):
+            op(*given, scale=scale)
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [
+        {"window": np.int64(2), "max_query_tokens": np.int32(1)},
+        {"scale": np.float32(0.25), "window": 2},
+        {"scale": Fraction(1, 4), "window": 2},
+    ],
+)
+def test_numbers_of_other_types(modes: dict[str, Any]) -> None:
+    expected = fusion_pass.paged_decode_attention(**operands(), scale=0.25, window=2)
+    assert torch.equal(fusion_pass.paged_decode_attention(**operands(), **modes), expected)
+
+
+def test_symbolic_numbers() -> None:
+    """A window and a scale that the compiler does not know."""
+    given = operands()
+
+    def attend(window: int, scale: float) -> Tensor:
+        return fusion_pass.paged_decode_attention(**given, window=window, scale=scale)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    for modes in ((2, 0.5), (3, 0.25)):
+        assert torch.equal(compiled(*modes), attend(*modes))
 
 
 def page(entry: int, number: int) -> dict[str, Any]:

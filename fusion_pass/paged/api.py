@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import replace
 
 import torch
@@ -76,9 +78,9 @@ def paged_decode_attention(
 
     Raises:
         TypeError: an operand is no tensor, or of a dtype that is not supported; a mode is no
-            number where it must be.
-        ValueError: sizes do not agree, devices differ, a mode is unknown or out of range, or
-            D is 0 and there is no `scale`.
+            number where it must be, or a tensor that holds one.
+        ValueError: sizes do not agree, devices differ, a mode is unknown or out of range, `scale`
+            is not finite, or D is 0 and there is no `scale`.
         IndexError: `check_indices`, and a page number, a length or an offset points outside.
         RuntimeError: a gradient is asked for.
     """
@@ -101,10 +103,11 @@ def paged_decode_attention(
         operands = replace(operands, gate=gate[(None,) * (3 - gate.dim())])
     if query.dim() != 3:
         raise ValueError(f"query must have 3 dimensions, not {query.dim()}")
-    _expect_numbers(scale, max_query_tokens, window)
-    if scale is None:
-        scale = _default_scale(query)
-    modes = PagedModes(scale, max_query_tokens, window)
+    modes = PagedModes(
+        _default_scale(query) if scale is None else _number("scale", scale),
+        _integer("max_query_tokens", max_query_tokens),
+        _integer("window", window),
+    )
     if gate is not None:
         modes = replace(modes, numerics=numerics, sigmoid_dtype=sigmoid_dtype, dtype=dtype)
     elif numerics != "compiled" or sigmoid_dtype is not None or dtype is not None:
@@ -165,12 +168,33 @@ def _default_scale(query: Tensor) -> float:
     return scale
 
 
-def _expect_numbers(scale: object, max_query_tokens: object, window: object) -> None:
-    if scale is not None and not hasattr(type(scale), "__float__"):
-        raise TypeError(f"scale must be a number or None, not {type(scale).__name__}")
-    for name, value in (("max_query_tokens", max_query_tokens), ("window", window)):
-        if not hasattr(type(value), "__index__"):
-            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+def _number(name: str, value: object) -> float:
+    if isinstance(value, Tensor) or not hasattr(type(value), "__float__"):
+        raise _wrong_type(name, "a number or None", value)
+    if isinstance(value, (float, int)):
+        return value
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
+    except TypeError as error:
+        raise _wrong_type(name, "a number or None", value) from error
+
+
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, (bool, Tensor)) or not hasattr(type(value), "__index__"):
+        raise _wrong_type(name, "an integer", value)
+    if isinstance(value, (int, torch.SymInt)):
+        return value  # type: ignore[return-value]
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise _wrong_type(name, "an integer", value) from error
+
+
+def _wrong_type(name: str, wanted: str, value: object) -> TypeError:
+    hint = "; give its item()" if isinstance(value, Tensor) else ""
+    return TypeError(f"{name} must be {wanted}, not {type(value).__name__}{hint}")
 
 
 def _expect_tensor(name: str, value: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from fusion_pass.paged.operands import PagedModes, PagedOperands
 
 MOST_QUERY_TOKENS = 16
 INDEX_DTYPES = (torch.int32, torch.int64)
+_LARGEST = sys.float_info.max
 _DIMS = {
     "query": 3,
     "k_cache": 4,
@@ -36,6 +39,9 @@ def validate(operands: PagedOperands[Tensor], modes: PagedModes) -> None:
         raise ValueError(
             f"window must be 0, for none, or positive and below 2**63, not {modes.window}"
         )
+    # Dynamo traces no math.isfinite of a symbolic number, and an integer may be beyond all floats.
+    if not -_LARGEST <= modes.scale <= _LARGEST:
+        raise ValueError("scale is infinite or NaN as a float: give a finite number")
     if operands.gate is not None and modes.numerics not in NUMERICS:
         raise ValueError(f"numerics must be one of {NUMERICS}, not {modes.numerics!r}")
 
