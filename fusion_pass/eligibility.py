@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -21,7 +21,8 @@ from fusion_pass.launch import (
     device_limits,
 )
 from fusion_pass.patterns import Decline, GatedAttention, GatedOpaque, Mask, Reason
-from fusion_pass.patterns.trace import source, tensor
+from fusion_pass.patterns.trace import tensor
+from fusion_pass.storage import is_view, storage_root, storage_writers
 
 _STRIDE_READERS = (
     torch.ops.aten.as_strided.default,
@@ -50,14 +51,7 @@ class Context:
 
     @functools.cached_property
     def _writers(self) -> dict[Node, list[Node]]:
-        """Who writes in place, by the value whose storage is written."""
-        writers: dict[Node, list[Node]] = {}
-        for node in self.graph.nodes:
-            if node.op != "call_function":
-                continue
-            for written in _written(node):
-                writers.setdefault(storage_root(written), []).append(node)
-        return writers
+        return storage_writers(self.graph)
 
     def mutated_before(self, operand: Node, reader: Node, since: Node | None = None) -> bool:
         """Whether the storage of `operand` is written before `reader`.
@@ -69,47 +63,6 @@ class Context:
         first = since or operand
         writers = self._writers.get(storage_root(operand), ())
         return any(first < writer < reader for writer in writers)
-
-
-def storage_root(node: Node) -> Node:
-    """The value whose storage `node` is a view of."""
-    while True:
-        origin = source(node) or _viewed(node)
-        if origin is None:
-            return node
-        node = origin
-
-
-def _viewed(node: Node) -> Node | None:
-    """The first input of an operator that returns a view, or of taking one of several results."""
-    if not node.all_input_nodes:
-        return None
-    if node.op == "call_function" and _may_alias(node.target):
-        return node.all_input_nodes[0]
-    return None
-
-
-@functools.cache
-def _may_alias(function: Any) -> bool:
-    """Whether a function returns a view of an argument; what is no operator may."""
-    schema = getattr(function, "_schema", None)
-    return schema is None or any(result.alias_info is not None for result in schema.returns)
-
-
-def _written(node: Node) -> Iterator[Node]:
-    for position, name in _written_arguments(node.target):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
-        if isinstance(value, Node):
-            yield value
-
-
-@functools.cache
-def _written_arguments(function: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of every argument that an operator writes to."""
-    schema = getattr(function, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return ()
-    return tuple((i, given.name) for i, given in enumerate(schema.arguments) if given.is_write)
 
 
 def operands(match: GatedAttention) -> list[Node]:
@@ -235,6 +188,13 @@ def _mask_dtype(match: GatedAttention, context: Context) -> Decline | None:
     return Decline(Reason.MASK_DTYPE, f"the mask is {dtype}; boolean, or one of {DTYPES}, is read")
 
 
+def _scale(match: GatedAttention, context: Context) -> Decline | None:
+    scale = match.attention.scale
+    if math.isfinite(scale):
+        return None
+    return Decline(Reason.SCALE, f"the scale is {scale}, not finite")
+
+
 def _query_tokens(match: GatedAttention, context: Context) -> Decline | None:
     tokens = match.attention.sizes.query_tokens
     if isinstance(tokens, int) and 1 <= tokens <= MAX_QUERY_TOKENS:
@@ -287,14 +247,10 @@ def strides(match: GatedAttention | GatedOpaque, context: Context) -> Decline | 
         for user in node.users:
             if user.target in _STRIDE_READERS:
                 return Decline(Reason.STRIDES_USED, f"{user.name} reads the product by its strides")
-            if user not in seen and _is_view(user):
+            if user not in seen and is_view(user):
                 seen.add(user)
                 pending.append(user)
     return None
-
-
-def _is_view(node: Node) -> bool:
-    return node.op == "call_function" and (source(node) is not None or _viewed(node) is not None)
 
 
 def _mutation(match: GatedAttention, context: Context) -> Decline | None:
@@ -310,6 +266,7 @@ _GUARDS: tuple[Callable[[GatedAttention, Context], Decline | None], ...] = (
     _mixed_devices,
     _dtype,
     _mask_dtype,
+    _scale,
     _query_tokens,
     _head_dim,
     _group,

@@ -156,6 +156,13 @@ def fills(mask: Operand | None, mask_fill: float) -> bool:
     return mask_kind(mask) == "bool" and mask_fill != -math.inf
 
 
+def _masked_row(masked_row: str, fill: bool, has_sinks: bool) -> str:
+    """What the kernels do with a row without a live key."""
+    if fill:
+        return "mean" if masked_row == "mean" else "fill"
+    return "nan" if masked_row == "nan" and not has_sinks else "zero"
+
+
 def _is_single(config: LaunchConfig, fill: bool) -> bool:
     """Whether the split kernel gates its own result: only the reduce can fill a masked row."""
     return config.num_splits == 1 and not fill
@@ -214,7 +221,7 @@ def launches(
         **strides("g", "bthd", gate),
         **strides("s", "h", sinks),
         # The sink takes all the weight of a row without a live key.
-        "MASKED_ROW": "fill" if fill else "zero" if sinks else masked_row,
+        "MASKED_ROW": _masked_row(masked_row, fill, sinks is not None),
         "SINKS": sinks is not None,
         "NUMERICS": numerics,
         "SIGMOID_DTYPE": DTYPE_NAMES[sigmoid_dtype or gate.dtype],

@@ -17,7 +17,7 @@ SCHEMA = (
     "ScalarType? sigmoid_dtype=None, ScalarType? dtype=None) -> Tensor"
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MASKED_ROWS = ("zero", "nan")
+MASKED_ROWS = ("zero", "nan", "mean")
 NUMERICS = ("compiled", "eager", "fp32")
 LARGEST_FINITE_FILL = -65504.0
 
@@ -59,7 +59,9 @@ def gated_decode_attention(
             weighs exactly 0 in a row that has a live one. NaN and inf in a K or V row do not
             spread if no query row of its KV head attends to it.
         masked_row: "zero" or "nan", the output of a row without a live key if the fill is -inf.
-            With a finite fill such a row attends to all S keys, computed in float32.
+            With a finite fill such a row attends to all S keys, computed in float32; "mean", which
+            needs one, says that the fill takes the place of the logits, whatever they are, so
+            that all S values (and the sink) get the weights of equal logits.
         numerics: what is rounded before the product, with o the attention output in float32:
             "compiled" T(o) * sigmoid(g), "eager" T(o) * G(sigmoid(g)), "fp32" o * sigmoid(g).
         sigmoid_dtype: G of "eager", by default the gate's dtype.
@@ -70,7 +72,7 @@ def gated_decode_attention(
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: sizes do not agree, devices differ, or a mode is unknown.
+        ValueError: sizes do not agree, devices differ, a mode is unknown, or the scale not finite.
         RuntimeError: a gradient is asked for.
     """
     op = torch.ops.fusion_pass.gated_decode_attention.default
@@ -99,6 +101,7 @@ def validate(
     mask: Tensor | None,
     sinks: Tensor | None = None,
     *,
+    scale: float,
     mask_fill: float,
     masked_row: str,
     numerics: str,
@@ -146,10 +149,14 @@ def validate(
     if sinks is not None:
         _expect_shape("sinks", sinks, (query_heads,))
 
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, not {scale}")
     if not mask_fill <= LARGEST_FINITE_FILL:
         raise ValueError(f"mask_fill must be at most {LARGEST_FINITE_FILL}, not {mask_fill}")
     if masked_row not in MASKED_ROWS:
         raise ValueError(f"masked_row must be one of {MASKED_ROWS}, not {masked_row!r}")
+    if masked_row == "mean" and mask_fill == -math.inf:
+        raise ValueError('masked_row "mean" needs a finite mask_fill')
     if numerics not in NUMERICS:
         raise ValueError(f"numerics must be one of {NUMERICS}, not {numerics!r}")
 
@@ -197,7 +204,6 @@ def result_of(
     mask: Tensor | None,
     sinks: Tensor | None = None,
     *,
-    scale: float,
     dtype: torch.dtype | None = None,
     **modes: Any,
 ) -> tuple[tuple[Any, ...], torch.dtype, torch.device]:
@@ -212,18 +218,18 @@ def result_of(
     return size, dtype or query.dtype, query.device
 
 
-def _cuda(*operands: Any, scale: float, **modes: Any) -> Tensor:
+def _cuda(*operands: Any, **modes: Any) -> Tensor:
     validate(*operands, **modes)
-    return launch.run(*operands, scale=scale, **modes)
+    return launch.run(*operands, **modes)
 
 
-def _cpu(*operands: Any, scale: float, **modes: Any) -> Tensor:
+def _cpu(*operands: Any, **modes: Any) -> Tensor:
     validate(*operands, **modes)
     query, gate = operands[0], operands[3]
     results = (modes.get("sigmoid_dtype") or gate.dtype, modes.get("dtype") or query.dtype)
     if launch.interpretable(query.dtype, *results):
-        return launch.run(*operands, scale=scale, **modes)
-    return reference.gated_decode_attention(*operands, scale=scale, **modes)
+        return launch.run(*operands, **modes)
+    return reference.gated_decode_attention(*operands, **modes)
 
 
 def _refuse_backward(ctx: Any, grad: Tensor) -> None:

@@ -63,7 +63,8 @@ def attention(
     A masked key (boolean False, or float -inf) weighs exactly 0, and one that no row of its KV
     head attends to is not looked at, so NaN there does not spread. A row without a live key gives
     0 or NaN (`masked_row`) when the fill is -inf; a finite `mask_fill` is added to all its logits
-    in at least float32, and they are softmaxed over all keys. `sinks` (Hq,) holds one more logit
+    in at least float32, or takes their place (`masked_row="mean"`), and they are softmaxed over all
+    keys. `sinks` (Hq,) holds one more logit
     a head, neither scaled nor masked, which takes weight and has no value: with it, a row without
     a live key gives 0 unless the fill is finite.
     """
@@ -92,8 +93,9 @@ def attention(
     weights = _softmax((logits + bias).masked_fill(~live, -torch.inf), sinks)
     output = weights.masked_fill(~live, 0) @ v.masked_fill(~attended_keys, 0)
     if filled:
-        lowest = torch.finfo(torch.float32).min
-        replacement = _softmax(logits + max(mask_fill, lowest), sinks) @ v
+        fill = max(mask_fill, torch.finfo(torch.float32).min)
+        filled_logits = torch.full_like(logits, fill) if masked_row == "mean" else logits + fill
+        replacement = _softmax(filled_logits, sinks) @ v
     else:
         replacement = torch.full_like(output, empty)
     output = torch.where(row_live, output, replacement)

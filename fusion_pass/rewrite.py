@@ -117,6 +117,14 @@ def _result_layout(attention: Attention) -> Layout:
     return Layout(tuple(result.of_axis(axis) for axis in _RESULT_AXES))
 
 
+def _masked_row(match: GatedAttention) -> str:
+    """What a row without a live key gives, in the operator's terms."""
+    mask = match.mask
+    if mask is not None and mask.replaces and mask.fill != -torch.inf:
+        return "mean"
+    return match.attention.masked_row
+
+
 def fuse(graph: Graph, plan: Plan, numerics: str) -> Node:
     """Put the fused operator in the place of the product and remove what nobody uses any more.
 
@@ -140,7 +148,7 @@ def fuse(graph: Graph, plan: Plan, numerics: str) -> Node:
             *_sinks(insert, plan),
             scale=attention.scale,
             mask_fill=match.mask.fill if match.mask else -torch.inf,
-            masked_row=attention.masked_row,
+            masked_row=_masked_row(match),
             **rounding(attention, match.gate, numerics),
         )
         result = converted(insert, fused, plan.result)

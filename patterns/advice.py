@@ -85,7 +85,7 @@ ADVICE: dict[Reason, Advice] = {
         "Fill with -inf.",
     ),
     Reason.SCALE: Advice(
-        "The scale of the logits is not a constant.",
+        "The scale of the logits is not a finite constant.",
         "Pass a Python number as scale, and keep head_dim static.",
     ),
     Reason.SINKS: Advice(

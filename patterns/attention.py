@@ -47,11 +47,13 @@ class Mask:
             each present or broadcast.
         fill: what a boolean mask adds to the logit of a key that it keeps away.
         inverted: whether a boolean mask keeps keys away where it is True, not where it is False.
+        replaces: whether the fill takes the place of the logit instead, whatever that is.
     """
 
     operand: Operand
     fill: float = -math.inf
     inverted: bool = False
+    replaces: bool = False
 
     @property
     def inputs(self) -> tuple[Node, ...]:

@@ -245,7 +245,7 @@ def _mask(
         return _bias(score_mod.bias, live, device)
     if live is None:
         return None
-    return ComputedMask(live, torch.bool, device, _fill(score_mod, lowest_bias))
+    return ComputedMask(live, torch.bool, device, _fill(score_mod, lowest_bias), score_mod.replaces)
 
 
 def _bias(bias: Lookup | Captured, live: Expression | None, device: torch.device) -> ComputedMask:

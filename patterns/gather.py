@@ -145,7 +145,8 @@ def _bounds(attention: Attention, mask: Mask | ComputedMask | None) -> tuple[Bou
         is_same = attention.masked_row == "zero"
     else:
         is_known = mask.fill >= SHIFT or mask.fill <= DROWNING
-        is_same = is_known and attention.sinks is None
+        # What takes the place of a logit hides a NaN in K, with which the kernel multiplies.
+        is_same = is_known and attention.sinks is None and not mask.replaces
     return read_bounds(attention, mask) if is_same else None
 
 

@@ -114,7 +114,13 @@ def _selected_mask(node: Node, layout: Layout) -> tuple[Operand, float, Mask | N
     # The fill takes the place of the logit, so that a row of it is uniform, whatever its value.
     fill = fill if fill == -math.inf else _LOWEST
     return _with_mask(
-        node, layout, cast(Node, logits), cast(Node, condition), fill=fill, inverted=inverted
+        node,
+        layout,
+        cast(Node, logits),
+        cast(Node, condition),
+        fill=fill,
+        inverted=inverted,
+        replaces=True,
     )
 
 

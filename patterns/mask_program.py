@@ -111,12 +111,14 @@ class ComputedMask:
         dtype: of the expression.
         device: where it is computed.
         fill: what a boolean mask adds to the logit of a key that it keeps away.
+        replaces: whether the fill takes the place of the logit instead, whatever that is.
     """
 
     expression: Expression
     dtype: torch.dtype
     device: torch.device
     fill: float = -math.inf
+    replaces: bool = False
 
     @property
     def inputs(self) -> tuple[Node, ...]:

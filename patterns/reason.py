@@ -79,7 +79,7 @@ EXPECTED: dict[Reason, str] = {
     Reason.MASK_LAYOUT: "a mask that broadcasts to (B, Hq, Q, S)",
     Reason.MASK_DTYPE: "a boolean, bfloat16, float16 or float32 mask",
     Reason.MASK_FILL: "hidden keys that score -inf",
-    Reason.SCALE: "a constant scale",
+    Reason.SCALE: "a constant, finite scale",
     Reason.SINKS: "one sink for each query head",
     Reason.LOGITS: "one constant scale, then one mask",
     Reason.SCORE_MOD: "a score_mod that scales by a constant, masks or adds a bias looked up",

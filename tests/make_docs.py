@@ -150,7 +150,13 @@ def masked_rows() -> str:
     value = torch.tensor([1.0, 3.0, 8.0])
     shape = (1, 1, 1, 1)
     rows = ["| mask_fill | masked_row | result |", "|---|---|---|"]
-    for fill, masked_row in ((-torch.inf, "zero"), (-torch.inf, "nan"), (-65504.0, "zero")):
+    conventions = (
+        (-torch.inf, "zero"),
+        (-torch.inf, "nan"),
+        (-65504.0, "zero"),
+        (-65504.0, "mean"),
+    )
+    for fill, masked_row in conventions:
         result = reference.attention(
             torch.ones(shape),
             torch.ones(1, 1, 3, 1),

@@ -142,6 +142,8 @@ def _draw(random: Random, sizes: Sizes) -> Geometry:
     batch = random.choice(sizes.batches)
     dead_row = mask in ("prefix", "holes", "bias") and batch > 1 and random.random() < 0.25
     halves = [half for half in HALVES if half in sizes.dtypes]
+    # A finite fill that is small keeps logits, which float32 then rounds: not with a dead row.
+    fill = random.choice((-INF, LOWEST) if dead_row else (-INF, LOWEST, -65536.0))
     return Geometry(
         dtype=dtype,
         batch=batch,
@@ -154,9 +156,8 @@ def _draw(random: Random, sizes: Sizes) -> Geometry:
         mask=mask,
         expanded=random.random() < 0.3,
         bias_dtype=random.choice((dtype, torch.float32)),
-        # A finite fill that is small keeps logits, which float32 then rounds: not with a dead row.
-        fill=random.choice((-INF, LOWEST) if dead_row else (-INF, LOWEST, -65536.0)),
-        masked_row=random.choice(("zero", "nan")),
+        fill=fill,
+        masked_row=random.choice(("zero", "nan") if fill == -INF else ("zero", "mean")),
         dead_row=dead_row,
         gate=random.choice(GATES),
         gate_dtype=random.choice((dtype, dtype, torch.float32, *halves)),

@@ -176,6 +176,32 @@ def test_a_row_that_is_masked_entirely(spelling: Spelling, row: str) -> None:
     assert found[0].isfinite().all()
 
 
+@pytest.mark.parametrize("poisoned", ["query", "key"])
+@pytest.mark.parametrize("way", ["masked_fill", "where", "where reversed", "added"])
+def test_nan_behind_a_fill_shows_as_in_stock(way: str, poisoned: str) -> None:
+    """What takes the place of the logits hides it; what is added to them does not."""
+
+    def spelling(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+        logits, fill = query @ wide(key).mT * 0.25, torch.finfo(query.dtype).min
+        if way == "masked_fill":
+            logits = logits.masked_fill(~keep, fill)
+        elif way == "where":
+            logits = torch.where(keep, logits, fill)
+        elif way == "where reversed":
+            logits = torch.where(~keep, fill, logits)
+        else:
+            logits = logits + torch.where(keep, 0.0, fill)
+        return logits.softmax(-1) @ wide(value)
+
+    query, key, value, keep, gate = inputs()
+    keep[1] = False
+    (query if poisoned == "query" else key)[1] = math.nan
+    stock, found = run(spelling, (query, key, value, keep, gate))
+    assert counters["fusion_pass"] == {"fused": 1}
+    torch.testing.assert_close(found, stock, equal_nan=True)
+    assert bool(found[1].isnan().any()) is (way == "added")
+
+
 def with_sinks(shifted: bool, fill: float) -> Spelling:
     """One sink a head, as gpt-oss and HY-V4 write it; K's first numbers serve as sinks."""
 

@@ -303,6 +303,26 @@ def test_masked_row_with_a_finite_fill_is_the_mean_of_all_values(fill: float, le
     torch.testing.assert_close(result[1, 0], mean, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("sink", [None, 0.5, -INF])
+@pytest.mark.parametrize("poisoned", [0, 1])
+def test_a_fill_in_the_place_of_the_logits_hides_them(
+    poisoned: int, sink: float | None, splits: int
+) -> None:
+    tensors = operands(length=33)
+    mask = torch.ones(2, 1, 1, 33, dtype=torch.bool)
+    mask[1] = False
+    tensors[poisoned][1] = math.nan
+    sinks = None if sink is None else torch.full((4,), sink)
+    modes = {"sinks": sinks, "mask_fill": torch.finfo(torch.float32).min, "masked_row": "mean"}
+    result = check(tensors, mask, splits, **modes)
+    mean = tensors[2][1].mean(dim=1).repeat_interleave(2, dim=0) * tensors[3][1, 0].sigmoid()
+    expected = mean * 0 if sink == 0.5 else mean
+    torch.testing.assert_close(result[1, 0], expected, rtol=1e-5, atol=1e-6)
+    # Where it is added, it does not.
+    assert check(tensors, mask, splits, **{**modes, "masked_row": "zero"})[1].isnan().all()
+
+
 def test_masked_row_with_a_small_fill_keeps_its_logits() -> None:
     tensors = operands(length=33)
     mask = torch.zeros(2, 1, 1, 33, dtype=torch.bool)

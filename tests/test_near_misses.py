@@ -103,6 +103,19 @@ def test_attention(attend: Attend, reason: str | None) -> None:
     compare(gated(attend), inputs(), reason)
 
 
+@pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("spelled", [False, True])
+def test_a_scale_that_is_not_finite(spelled: bool, scale: float) -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+        if spelled:
+            return (query @ key.mT * scale).softmax(-1) @ value
+        return F.scaled_dot_product_attention(query, key, value, scale=scale)
+
+    with torch.no_grad():
+        torch.compile(gated(attend), backend="fusion_pass", options=OPTIONS)(*inputs())
+    assert counters["fusion_pass"] == {"declined": 1, "declined: scale": 1}
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float8_e5m2])
 def test_a_hard_gate_stays_hard(dtype: torch.dtype) -> None:
     def model(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, gate: Tensor) -> Tensor:

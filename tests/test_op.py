@@ -152,7 +152,10 @@ INVALID: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     ),
     "fill": (lambda: (*operands(), None), {"mask_fill": -1.0}, ValueError, "mask_fill"),
     "nan fill": (lambda: (*operands(), None), {"mask_fill": math.nan}, ValueError, "mask_fill"),
-    "row": (lambda: (*operands(), None), {"masked_row": "mean"}, ValueError, "masked_row"),
+    "row": (lambda: (*operands(), None), {"masked_row": "least"}, ValueError, "masked_row"),
+    "mean": (lambda: (*operands(), None), {"masked_row": "mean"}, ValueError, "finite mask_fill"),
+    "scale": (lambda: (*operands(), None), {"scale": -math.inf}, ValueError, "scale must be"),
+    "nan scale": (lambda: (*operands(), None), {"scale": math.nan}, ValueError, "scale must be"),
     "numerics": (lambda: (*operands(), None), {"numerics": "fast"}, ValueError, "numerics"),
     "sinks": (lambda: (*operands(), None), {"sinks": torch.ones(3)}, ValueError, "sinks has"),
     "sinks rank": (

@@ -56,6 +56,17 @@ def test_masked_row_with_a_finite_fill_attends_to_everything(fill: float) -> Non
     torch.testing.assert_close(result, attended.transpose(1, 2) * gate.sigmoid())
 
 
+def test_a_fill_in_the_place_of_the_logits_gives_the_mean() -> None:
+    query, key, value, gate = operands()
+    query[1] = torch.nan
+    mask = torch.ones(2, 1, 3, 20, dtype=torch.bool)
+    mask[1] = False
+    modes = {"mask_fill": -65536.0, "masked_row": "mean"}
+    result = run([query, key, value, gate], mask, **modes)
+    mean = value[1].mean(dim=1).repeat_interleave(3, dim=0)
+    torch.testing.assert_close(result[1], mean * gate[1].sigmoid())
+
+
 @pytest.mark.parametrize("floating", [False, True])
 def test_masked_row_with_an_infinite_fill(floating: bool) -> None:
     mask = torch.ones(2, 1, 1, 20, dtype=torch.bool)

@@ -591,13 +591,17 @@ def attend_to_all(
     value_dims,
     SINKS: tl.constexpr,
     SCALE: tl.constexpr,
+    MASKED_ROW: tl.constexpr,
     MASK_FILL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Attend from one query row to every key, each logit shifted by the finite mask fill."""
+    """Attend from one query row to every key, with the finite mask fill added to each logit.
+
+    If MASKED_ROW is "mean" the fill takes the place of the logits, and K is not read.
+    """
     dims = tl.arange(0, BLOCK_D)
     dim_valid = dims < HEAD_DIM
     q = tl.load(query + dims.to(tl.int64) * stride_qd, mask=dim_valid, other=0.0).to(tl.float32)
@@ -610,12 +614,16 @@ def attend_to_all(
     for start in range(0, kv_length, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         in_range = keys < kv_length
-        k = tl.load(
-            key + keys.to(tl.int64)[:, None] * stride_kn + dims.to(tl.int64)[None, :] * stride_kd,
-            mask=in_range[:, None] & dim_valid[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        logits = tl.sum(k * q[None, :], axis=1) * SCALE + MASK_FILL
+        if MASKED_ROW == "mean":
+            logits = tl.full([BLOCK_N], MASK_FILL, tl.float32)
+        else:
+            key_rows = key + keys.to(tl.int64)[:, None] * stride_kn
+            k = tl.load(
+                key_rows + dims.to(tl.int64)[None, :] * stride_kd,
+                mask=in_range[:, None] & dim_valid[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            logits = tl.sum(k * q[None, :], axis=1) * SCALE + MASK_FILL
         logits = tl.where(in_range, logits, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(logits, axis=0))
         weights = tl.exp2((logits - new_max) * LOG2_E)
@@ -682,7 +690,8 @@ def gated_decode_reduce(
     """Merge the splits of one query row, gate the result and store it.
 
     Grid: (batch * query_heads * query_tokens, blocks of VALUE_DIM). MASKED_ROW says what a row
-    without a live key gives: "zero", "nan", or "fill" (attend to all keys, shifted by MASK_FILL).
+    without a live key gives: "zero", "nan", or attends to all keys, "fill" with logits shifted by
+    MASK_FILL and "mean" with MASK_FILL in their place.
     With SINKS a head has one more logit, which takes its share of the weight and has no value.
     """
     token = (tl.program_id(0) % QUERY_TOKENS).to(tl.int64)
@@ -735,7 +744,7 @@ def gated_decode_reduce(
     if live:
         attention = tl.div_rn(attention, row_sum)
     else:
-        if MASKED_ROW == "fill":
+        if MASKED_ROW == "fill" or MASKED_ROW == "mean":
             kv_head = head // GROUP
             attention = attend_to_all(
                 query + batch * stride_qb + head * stride_qh + token * stride_qt,
@@ -751,6 +760,7 @@ def gated_decode_reduce(
                 value_dims,
                 SINKS,
                 SCALE,
+                MASKED_ROW,
                 MASK_FILL,
                 HEAD_DIM,
                 VALUE_DIM,
