@@ -47,6 +47,12 @@ CASES = {
         "numerics": "eager",
     },
     "filled": {"dtype": torch.bfloat16, "head_dim": 256, "batch": 150},
+    "replaced": {
+        "dtype": torch.bfloat16,
+        "head_dim": 128,
+        "mask": torch.bool,
+        "masked_row": "mean",
+    },
     "single": {"dtype": torch.bfloat16, "head_dim": 128, "batch": 32, "heads": 32, "kv_heads": 8},
     "several": {"dtype": torch.bfloat16, "head_dim": 256, "tokens": 4},
     "sinks": {"dtype": torch.float16, "head_dim": 64, "heads": 64, "sinks": True},
@@ -70,6 +76,7 @@ def build(
     numerics: str = "compiled",
     sinks: bool = False,
     batch: int = 8,
+    masked_row: str = "zero",
 ) -> tuple[Launch, ...]:
     length = 4096
     query = _operand(dtype, batch, heads, tokens, head_dim)
@@ -88,7 +95,7 @@ def build(
         statistics="*fp32",
         scale=head_dim**-0.5,
         mask_fill=-65536.0,
-        masked_row="zero",
+        masked_row=masked_row,
         numerics=numerics,
         sinks=Operand("*bf16", (heads,), (1,), torch.bfloat16) if sinks else None,
     )

@@ -188,8 +188,12 @@ def test_rows_without_a_live_key(splits: int, generator: torch.Generator) -> Non
     for attended, row in itertools.product((mask, bias), ("zero", "nan")):
         result = check(tensors, attended, splits, masked_row=row)[1]
         assert result.isnan().all() if row == "nan" else (result == 0).all()
-    check(tensors, mask, splits, mask_fill=torch.finfo(BF16).min)
+    filled = {"mask_fill": torch.finfo(BF16).min}
+    check(tensors, mask, splits, **filled)
     check(tensors, torch.full_like(bias, torch.finfo(FP32).min), splits)
+    tensors[0][1] = math.nan
+    replaced = check(tensors, mask, splits, masked_row="mean", **filled)
+    assert replaced[1].isfinite().all()
 
 
 @pytest.mark.parametrize("splits", [1, 16])
