@@ -17,15 +17,19 @@ RUNS_WITH_PEERS = ("kernel", "paged")
 
 
 def environments(files: Sequence[Data]) -> list[str]:
-    """Where results come from: a line for those that have all but the file in common."""
-    named: dict[str, list[str]] = {}
+    """Where results come from: a line for those that have all but the commit and file in common."""
+    named: dict[str, dict[str, list[str]]] = {}
     for data in files:
-        named.setdefault(environment(data), []).append(f"`{data['file']}`")
-    return [f"{origin}; {', '.join(names)}." for origin, names in named.items()]
+        commits = named.setdefault(environment(data), {})
+        commits.setdefault(_commit(data), []).append(f"`{data['file']}`")
+    return [
+        "; ".join([origin, *(f"commit {c}: {', '.join(of)}" for c, of in commits.items())]) + "."
+        for origin, commits in named.items()
+    ]
 
 
 def environment(data: Data) -> str:
-    """Device, versions and commit of a result."""
+    """Device and versions of a result."""
     env = data["environment"]
     smi = env.get("nvidia_smi") or {}
     packages = env.get("packages", {})
@@ -33,10 +37,13 @@ def environment(data: Data) -> str:
     if data["run"].split("-")[0] in RUNS_WITH_PEERS:
         names += ["fa3-fwd", "flashinfer-python"]
     versions = [f"{name} {packages[name]}" for name in names if packages.get(name)]
-    commit = (env.get("commit") or "unknown")[:12] + (" (dirty)" if env.get("dirty") else "")
     driver = smi.get("driver_version")
-    parts = [env["device"], *([f"driver {driver}"] if driver else []), *versions]
-    return f"{', '.join(parts)}; commit {commit}"
+    return ", ".join([env["device"], *([f"driver {driver}"] if driver else []), *versions])
+
+
+def _commit(data: Data) -> str:
+    env = data["environment"]
+    return (env.get("commit") or "unknown")[:12] + (" (dirty)" if env.get("dirty") else "")
 
 
 def arms(kind: str) -> Callable[[Data], list[str]]:

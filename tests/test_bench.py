@@ -897,7 +897,7 @@ def test_every_table_is_rendered_and_checks(root: Path) -> None:
         "| separate | 14.0 |",
         "| 8 layers, until the call returns | 350 | 280 |",
         "| 64 | 90.0 s | 91.0 s | 120.0 ms | 60.0 ms | 0.20 % |",
-        "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0; commit 0123456789ab; "
+        "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0; commit 0123456789ab: "
         "`model-dense-h200.json`.",
         "| heads | page | batch | KV length | floor | fused | separate, compiled | flashinfer "
         "| dense | null | best paged peer over fused |",
