@@ -1,13 +1,16 @@
 """What the pass adds to compilation: `python -m bench.compile_time [--quick] [--layers 4 16 64]`.
 
 Each model is compiled from cold caches by stock Inductor and with the pass. Whole compilations
-differ by more than the pass takes, so that its own time and its lowering's are taken inside.
+differ by more than the pass takes, so that its own time and its lowering's are taken inside, and
+with them what Python's garbage collector, which may set in at any time, took of both.
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,6 +30,7 @@ from fusion_pass.graph_pass import GatedAttentionPass
 LAYERS = (4, 16, 64)
 QUICK_LAYERS = (4,)
 BATCH, CAPACITY, LIVE = 1, 4096, 600
+Span = tuple[float, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +60,7 @@ def measure(device: torch.device, names: Sequence[str], layers: int) -> dict[str
         "fused_s": round(fused["seconds"], 3),
         "pass_ms": round(fused["pass_ms"], 2),
         "lowering_ms": round(fused["lowering_ms"], 2),
+        "collector_ms": round(fused["collector_ms"], 2),
         "added_share": round(added / 1e3 / (fused["seconds"] - added / 1e3), 5),
         "fused_sites": fused["sites"],
     }
@@ -72,12 +77,14 @@ def compile_once(device: torch.device, backend: str, layers: int) -> dict[str, f
     decode = Decode(model, BATCH, CAPACITY)
     decode.set_live(LIVE)
     step = torch.compile(model, backend=backend)
-    pass_seconds: list[float] = []
-    lowering_seconds: list[float] = []
+    passes: list[Span] = []
+    lowered: list[Span] = []
+    collected: list[Span] = []
     lowering.register()
-    timed_pass = stopwatch(GatedAttentionPass.__call__, pass_seconds)
-    timed_lowering = stopwatch(lowerings[lowering.OPERATOR], lowering_seconds)
+    timed_pass = stopwatch(GatedAttentionPass.__call__, passes)
+    timed_lowering = stopwatch(lowerings[lowering.OPERATOR], lowered)
     with (
+        collections(collected),
         inductor_config.patch(force_disable_caches=True),
         functorch_config.patch(enable_autograd_cache=False),
         mock.patch.object(GatedAttentionPass, "__call__", timed_pass),
@@ -90,23 +97,52 @@ def compile_once(device: torch.device, backend: str, layers: int) -> dict[str, f
         seconds = time.perf_counter() - start
     return {
         "seconds": seconds,
-        "pass_ms": sum(pass_seconds) * 1e3,
-        "lowering_ms": sum(lowering_seconds) * 1e3,
+        "pass_ms": length(passes) * 1e3,
+        "lowering_ms": length(lowered) * 1e3,
+        "collector_ms": length(within(collected, [*passes, *lowered])) * 1e3,
         "sites": counters["fusion_pass"]["fused"],
     }
 
 
-def stopwatch(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """`function`, each call of which appends its duration to `seconds`."""
+def stopwatch(function: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
+    """`function`, each call of which appends its span to `spans`."""
 
     def timing(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         try:
             return function(*args, **kwargs)
         finally:
-            seconds.append(time.perf_counter() - start)
+            spans.append((start, time.perf_counter()))
 
     return timing
+
+
+@contextmanager
+def collections(spans: list[Span]) -> Iterator[None]:
+    """Append to `spans` when Python's garbage collector ran."""
+    begun: list[float] = []
+
+    def called(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            begun.append(time.perf_counter())
+        elif begun:
+            spans.append((begun.pop(), time.perf_counter()))
+
+    gc.callbacks.append(called)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(called)
+
+
+def within(inner: Sequence[Span], outer: Sequence[Span]) -> list[Span]:
+    """The spans of `inner` that lie in one of `outer`."""
+    return [(a, b) for a, b in inner if any(start <= a and b <= end for start, end in outer)]
+
+
+def length(spans: Sequence[Span]) -> float:
+    """Seconds of all spans together."""
+    return sum(end - start for start, end in spans)
 
 
 def describe(layers: int) -> dict[str, Any]:

@@ -130,12 +130,13 @@ def compile_time(data: Data) -> list[str]:
             f"{cell['fused_s']:.1f} s",
             f"{cell['pass_ms']:.1f} ms",
             f"{cell['lowering_ms']:.1f} ms",
+            f"{cell['collector_ms']:.1f} ms" if "collector_ms" in cell else ABSENT,
             f"{100 * cell['added_share']:.2f} %",
         ]
         for cell in of_kind(data, "compile_time")
         if "stock_s" in cell
     ]
-    header = ["layers", "stock", "with the pass", "the pass", "its lowering", "share of both"]
+    header = ["layers", "stock", "with the pass", "the pass", "its lowering", "collector", "share"]
     return table(header, rows) if rows else []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import os
@@ -745,8 +746,9 @@ def test_the_host_may_not_wait_longer() -> None:
 def test_compilation_is_told_apart_from_what_the_pass_adds(monkeypatch: Any) -> None:
     def compiled(device: torch.device, backend: str, layers: int) -> dict[str, float]:
         if backend == "inductor":
-            return {"seconds": 9.0, "pass_ms": 0, "lowering_ms": 0, "sites": 0}
-        return {"seconds": 10.1, "pass_ms": 60.0, "lowering_ms": 40.0, "sites": layers}
+            return {"seconds": 9.0, "pass_ms": 0, "lowering_ms": 0, "collector_ms": 0, "sites": 0}
+        inside = {"pass_ms": 60.0, "lowering_ms": 40.0, "collector_ms": 5.0}
+        return {"seconds": 10.1, **inside, "sites": layers}
 
     monkeypatch.setattr(compile_time, "compile_once", compiled)
     cell = compile_time.measure(CPU, ("stock", "fused"), 64)
@@ -759,13 +761,25 @@ def test_compilation_is_told_apart_from_what_the_pass_adds(monkeypatch: Any) -> 
 
 
 def test_a_stopwatch_counts_calls_that_raise_too() -> None:
-    seconds: list[float] = []
-    timed_call = compile_time.stopwatch(lambda x: 1 / x, seconds)
+    spans: list[compile_time.Span] = []
+    timed_call = compile_time.stopwatch(lambda x: 1 / x, spans)
     assert timed_call(2) == 0.5
     with pytest.raises(ZeroDivisionError):
         timed_call(0)
-    assert len(seconds) == 2
-    assert min(seconds) >= 0
+    assert len(spans) == 2
+    assert all(start <= end for start, end in spans)
+
+
+def test_what_the_collector_takes_of_a_call_is_told() -> None:
+    calls: list[compile_time.Span] = []
+    collected: list[compile_time.Span] = []
+    with compile_time.collections(collected):
+        gc.collect()
+        compile_time.stopwatch(gc.collect, calls)()
+    gc.collect()
+    assert len(collected) == 2
+    assert compile_time.within(collected, calls) == collected[1:]
+    assert compile_time.length([(1.0, 1.5), (2.0, 2.25)]) == 0.75
 
 
 # Reports
@@ -851,6 +865,7 @@ def fabricated(folder: Path) -> None:
                 "fused_s": 91.0,
                 "pass_ms": 120.0,
                 "lowering_ms": 60.0,
+                "collector_ms": 3.0,
                 "added_share": 0.002,
             }
         ],
@@ -896,7 +911,7 @@ def test_every_table_is_rendered_and_checks(root: Path) -> None:
         "| fused | 9000 |",
         "| separate | 14.0 |",
         "| 8 layers, until the call returns | 350 | 280 |",
-        "| 64 | 90.0 s | 91.0 s | 120.0 ms | 60.0 ms | 0.20 % |",
+        "| 64 | 90.0 s | 91.0 s | 120.0 ms | 60.0 ms | 3.0 ms | 0.20 % |",
         "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0; commit 0123456789ab: "
         "`model-dense-h200.json`.",
         "| heads | page | batch | KV length | floor | fused | separate, compiled | flashinfer "
