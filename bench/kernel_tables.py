@@ -54,7 +54,7 @@ def summary(cells: Sequence[Cell]) -> list[str]:
         lines.append(f"Floor over fused: geometric mean {mean:.2f}, least {min(floors):.2f}.")
     if bounded := [bound for cell in cells if (bound := _over_reading(cell)) is not None]:
         own, rival = (geometric_mean(bounds) for bounds in zip(*bounded, strict=True))
-        lines.append(f" Over reading alone: fused {own:.2f}, best peer {rival:.2f}.")
+        lines.append(f" Mean over reading alone: fused {own:.2f}, best peer {rival:.2f}.")
     return ["".join(lines)] if lines else []
 
 

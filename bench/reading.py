@@ -1,6 +1,6 @@
 """The least that a decode attention can take: one launch that reads K and V and does nothing else.
 
-A floor of bytes over bandwidth knows no latency. This does, and no kernel that reads both can be
+A floor of bytes over bandwidth knows no latency. This does: a kernel that reads both can hardly be
 faster than the fastest of several ways to read them.
 """
 

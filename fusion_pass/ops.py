@@ -61,7 +61,7 @@ def gated_decode_attention(
         masked_row: "zero" or "nan", the output of a row without a live key if the fill is -inf.
             With a finite fill such a row attends to all S keys, computed in float32; "mean", which
             needs one, says that the fill takes the place of the logits, whatever they are, so
-            that all S values (and the sink) get the weights of equal logits.
+            that all S values weigh the same; the sink has its own logit, whatever the fill.
         numerics: what is rounded before the product, with o the attention output in float32:
             "compiled" T(o) * sigmoid(g), "eager" T(o) * G(sigmoid(g)), "fp32" o * sigmoid(g).
         sigmoid_dtype: G of "eager", by default the gate's dtype.
@@ -73,7 +73,7 @@ def gated_decode_attention(
     Raises:
         TypeError: a dtype is not supported.
         ValueError: sizes do not agree, devices differ, a mode is unknown, or the scale not finite.
-        RuntimeError: a gradient is asked for.
+        RuntimeError: in a backward pass, for there is no gradient.
     """
     op = torch.ops.fusion_pass.gated_decode_attention.default
     result: Tensor = op(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -29,7 +28,6 @@ from .trace import (
 )
 
 MATMULS = (aten.bmm.default, aten.mm.default)
-_LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,6 @@ def _selected_mask(node: Node, layout: Layout) -> tuple[Operand, float, Mask | N
     logits, fill = (second, constant(first)) if inverted else (first, constant(second))
     if fill is None or not fill <= LARGEST_FILL or not has_tensor(logits):
         return None
-    # The fill takes the place of the logit, so that a row of it is uniform, whatever its value.
-    fill = fill if fill == -math.inf else _LOWEST
     return _with_mask(
         node,
         layout,

@@ -159,7 +159,7 @@ def masked_rows() -> str:
     for fill, masked_row in conventions:
         result = reference.attention(
             torch.ones(shape),
-            torch.ones(1, 1, 3, 1),
+            torch.tensor([0.0, 1.0, 2.0]).view(1, 1, 3, 1),
             value.view(1, 1, 3, 1),
             torch.zeros(1, 1, 1, 3, dtype=torch.bool),
             None,

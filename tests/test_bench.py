@@ -901,7 +901,7 @@ def test_every_table_is_rendered_and_checks(root: Path) -> None:
         "| 1, 512 | 10.0 us, 1.50x flex, 0.80 | 10.0 us, 1.50x flex, 0.80 |",
         "Best peer over fused: geometric mean 1.50, least 1.50. "
         "Floor over fused: geometric mean 0.80, least 0.80. "
-        "Over reading alone: fused 1.11, best peer 1.67.",
+        "Mean over reading alone: fused 1.11, best peer 1.67.",
         "| 16/2 heads of 256, 1, 4096 | 8.00 | 9.00 | 10.0 | 16.0 | 15.0 | failed | 10.1 |",
         "Not measured: fa3, fa3-fwd 0.0.3 is not installed.",
         "| model | capacity | live | batch 8 | batch 32 |",

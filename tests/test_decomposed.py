@@ -216,6 +216,20 @@ def with_sinks(shifted: bool, fill: float) -> Spelling:
     return spelling
 
 
+@pytest.mark.parametrize("sink", [-2e9, -1e9, torch.finfo(torch.float32).min, -1e5, -math.inf])
+@pytest.mark.parametrize("fill", [-1e9, -65504.0])
+def test_sinks_as_low_as_the_fill(fill: float, sink: float) -> None:
+    query, key, value, keep, gate = inputs()
+    keep[1] = False
+    key[0, 0, :H, 0] = sink
+    args = (query, key, value, keep, gate)
+    keep[0, ..., 0] = True
+    query[0] = 0.0
+    stock, found = run(with_sinks(False, fill), args)
+    assert counters["fusion_pass"] == {"fused": 1}
+    torch.testing.assert_close(found[1], stock[1])
+
+
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("fill", [-math.inf, -1e30])
 def test_sinks(shifted: bool, fill: float) -> None:

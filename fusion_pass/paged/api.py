@@ -82,7 +82,7 @@ def paged_decode_attention(
         ValueError: sizes do not agree, devices differ, a mode is unknown or out of range, `scale`
             is not finite, or D is 0 and there is no `scale`.
         IndexError: `check_indices`, and a page number, a length or an offset points outside.
-        RuntimeError: a gradient is asked for.
+        RuntimeError: in a backward pass, for there is no gradient.
     """
     _expect_tensor("query", query)
     _expect_tensor("kv_indices", kv_indices)
