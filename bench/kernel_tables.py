@@ -48,14 +48,14 @@ def summary(cells: Sequence[Cell]) -> list[str]:
     if ratios:
         worst = min(ratio for _, ratio in ratios)
         mean = geometric_mean(ratio for _, ratio in ratios)
-        lines.append(f"Best peer over fused: geometric mean {mean:.2f}, least {worst:.2f}. ")
+        lines.append(f"Best peer over fused: geometric mean {mean:.2f}, least {worst:.2f}.")
     if floors:
         mean = geometric_mean(floors)
         lines.append(f"Floor over fused: geometric mean {mean:.2f}, least {min(floors):.2f}.")
     if bounded := [bound for cell in cells if (bound := _over_reading(cell)) is not None]:
         own, rival = (geometric_mean(bounds) for bounds in zip(*bounded, strict=True))
-        lines.append(f" Mean over reading alone: fused {own:.2f}, best peer {rival:.2f}.")
-    return ["".join(lines)] if lines else []
+        lines.append(f"Mean over reading alone: fused {own:.2f}, best peer {rival:.2f}.")
+    return [" ".join(lines)] if lines else []
 
 
 def every(data: Data) -> list[str]:

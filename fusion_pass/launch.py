@@ -160,6 +160,7 @@ def _masked_row(masked_row: str, fill: bool, has_sinks: bool) -> str:
     """What the kernels do with a row without a live key."""
     if fill:
         return "mean" if masked_row == "mean" else "fill"
+    # A sink takes all the weight of such a row.
     return "nan" if masked_row == "nan" and not has_sinks else "zero"
 
 
@@ -220,7 +221,6 @@ def launches(
         **strides("v", "bhnd", value),
         **strides("g", "bthd", gate),
         **strides("s", "h", sinks),
-        # The sink takes all the weight of a row without a live key.
         "MASKED_ROW": _masked_row(masked_row, fill, sinks is not None),
         "SINKS": sinks is not None,
         "NUMERICS": numerics,

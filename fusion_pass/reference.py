@@ -64,9 +64,8 @@ def attention(
     head attends to is not looked at, so NaN there does not spread. A row without a live key gives
     0 or NaN (`masked_row`) when the fill is -inf; a finite `mask_fill` is added to all its logits
     in at least float32, or takes their place (`masked_row="mean"`), and they are softmaxed over all
-    keys. `sinks` (Hq,) holds one more logit
-    a head, neither scaled nor masked, which takes weight and has no value: with it, a row without
-    a live key gives 0 unless the fill is finite.
+    keys. `sinks` (Hq,) holds one more logit a head, neither scaled nor masked, which takes weight
+    and has no value: with it, a row without a live key gives 0 unless the fill is finite.
     """
     batch, query_heads, tokens, _ = query.shape
     kv_heads, kv_length = key.shape[1:3]

@@ -24,25 +24,22 @@ def storage_writers(graph: Graph) -> dict[Node, list[Node]]:
 
 def storage_root(node: Node) -> Node:
     """The value whose storage `node` is a view of."""
-    while True:
-        origin = source(node) or _viewed(node)
-        if origin is None:
-            return node
+    while (origin := _origin(node)) is not None:
         node = origin
+    return node
 
 
 def is_view(node: Node) -> bool:
     """Whether `node` may lie in the storage of its first input."""
-    return node.op == "call_function" and (source(node) is not None or _viewed(node) is not None)
+    return _origin(node) is not None
 
 
-def _viewed(node: Node) -> Node | None:
-    """The first input of an operator that returns a view, or of taking one of several results."""
-    if not node.all_input_nodes:
-        return None
-    if node.op == "call_function" and _may_alias(node.target):
-        return node.all_input_nodes[0]
-    return None
+def _origin(node: Node) -> Node | None:
+    """The input in whose storage `node` may lie: of a view, or of taking one of several results."""
+    if (rearranged := source(node)) is not None:
+        return rearranged
+    inputs = node.all_input_nodes
+    return inputs[0] if inputs and node.op == "call_function" and _may_alias(node.target) else None
 
 
 @functools.cache

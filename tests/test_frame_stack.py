@@ -10,8 +10,6 @@ import pytest
 
 from fusion_pass.frame_stack import roomy
 
-resource = pytest.importorskip("resource")
-
 CALLS = 300
 # The frames of `at_depth` between two ends of chunks, and more.
 DEPTHS = 150
@@ -35,6 +33,8 @@ def at_depth(depth: int, function: Callable[[], Any]) -> Any:
 
 def faults(function: Callable[[], Any]) -> int:
     """Pages that a call of `function` maps."""
+    import resource
+
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     function()
     return int(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt) - before
@@ -46,7 +46,7 @@ def worst(function: Callable[[], Any]) -> int:
     return max(at_depth(depth, lambda: faults(function)) for depth in range(DEPTHS))
 
 
-@pytest.mark.skipif(not hasattr(resource, "RUSAGE_THREAD"), reason="Linux alone counts a thread's")
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone counts the pages of a thread")
 def test_no_depth_is_unlucky_where_there_is_room() -> None:
     assert worst(roomy(busy)) < CALLS // 4
     if sys.version_info[:2] in ((3, 11), (3, 12)):
