@@ -56,6 +56,8 @@ def example(folder: Path, *options: str) -> list[dict[str, Any]]:
         "FUSION_PASS_STRICT": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
+        # A rank that is aborted tells where it was.
+        "PYTHONFAULTHANDLER": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "caches"),
         "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
         # Layers with equal graphs would be fused once and found in the cache then.
