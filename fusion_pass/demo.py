@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from fusion_pass.demo_model import Decoder, Sizes
-from fusion_pass.launch import interpretable
+from fusion_pass.launch import INTERPRETED_WITH, interpretable
 
 CPU_SIZES = Sizes(
     batch=2,
@@ -159,14 +159,11 @@ def _what_ran(dtype: torch.dtype) -> str:
         return f"The Triton kernels ran on {torch.cuda.get_device_name()}."
     if interpretable(dtype):
         return "No GPU: the Triton kernels were interpreted on the CPU (TRITON_INTERPRET=1)."
-    if find_spec("triton") is None:
-        return (
-            "No GPU, and triton is missing: the op ran as its torch reference on the CPU, and no "
-            "Triton kernel ran (pip install triton; then TRITON_INTERPRET=1 interprets them)."
-        )
+    missing = " ".join(name for name in INTERPRETED_WITH if find_spec(name) is None)
+    first = f"after pip install {missing}, " if missing else ""
     return (
         "No GPU: the op ran as its torch reference on the CPU, and no Triton kernel ran "
-        "(TRITON_INTERPRET=1 interprets the kernels)."
+        f"({first}TRITON_INTERPRET=1 interprets the kernels)."
     )
 
 

@@ -16,7 +16,7 @@ from fusion_pass.config import Config
 from fusion_pass.explanation import SWITCHED_OFF, ExplainedGraph, ExplainedSite, Explanation
 from fusion_pass.graph_pass import GatedAttentionPass
 from fusion_pass.launch import Limits
-from fusion_pass.patterns import Reason
+from fusion_pass.patterns import Reason, unregistered
 from fusion_pass.patterns.trace import CAST
 from fusion_pass.provenance import frames
 from fusion_pass.report import GraphReport, Site
@@ -43,6 +43,10 @@ _SECOND_TRACE = (
     "gradients, is from a second trace under torch.no_grad()."
 )
 _NO_SECOND_TRACE = "A gradient may be needed, and a trace under torch.no_grad() fails: "
+_ALREADY_GATED = (
+    torch.ops.fusion_pass.gated_decode_attention.default,
+    torch.ops.fusion_pass.gated_paged_decode_attention.default,
+)
 _NO_GRAPH = "Nothing was compiled: no graph was traced."
 
 
@@ -99,10 +103,13 @@ def explain(
     place = "cpu" if assumed else device or ("cuda" if "meta" in kinds else None)
     slot = list(inductor.flatten(inductor.current_slot()))
 
+    remarks: dict[str, None] = {}
+
     def look() -> tuple[list[ExplainedGraph], str | None]:
         graphs: list[ExplainedGraph] = []
 
         def visit(graph: Graph, is_inference: bool) -> None:
+            remarks.update(dict.fromkeys(_remarks(graph)))
             report = fusion.rewrite(graph, is_inference, assumed=assumed)
             graphs.append(_explained(graph, report))
 
@@ -126,6 +133,7 @@ def explain(
         *(_ASSUMPTIONS if assumed else ()),
         *((_CPU,) if is_unasked else ()),
         *(() if graphs else (_NO_GRAPH,)),
+        *remarks,
     )
     if device is None and is_unasked:
         graphs = _each_site(graphs, _advise_device)
@@ -165,6 +173,18 @@ def assert_fused(
     elif found.device == _CPU_NAME and kwargs.get("device") is None:
         failed += f"; {_JUDGE_FOR_GPU}"
     raise AssertionError(f"{failed}\n{found}")
+
+
+def _remarks(graph: Graph) -> Iterator[str]:
+    """What is told of operators that are no attention to the pass."""
+    for name in unregistered(graph):
+        yield (
+            f"{name} is multiplied by a sigmoid, and nobody registered it: if it is an attention, "
+            "fusion_pass.register_attention makes it known."
+        )
+    for operator in _ALREADY_GATED:
+        if graph.find_nodes(op="call_function", target=operator):
+            yield f"{operator} is called by the program itself: nothing is left to fuse in it."
 
 
 def _explained(graph: Graph, report: GraphReport) -> ExplainedGraph:

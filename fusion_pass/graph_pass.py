@@ -31,6 +31,7 @@ from fusion_pass.config import Config, ConfigError
 from fusion_pass.dump import Recorder
 from fusion_pass.frame_stack import roomy
 from fusion_pass.inductor import InferenceGraphPass, traced_for_inference
+from fusion_pass.insertion import UnknownSizeError
 from fusion_pass.launch import Limits
 from fusion_pass.paged import check
 from fusion_pass.patterns import Decline, GatedAttention, GatedOpaque, Reason, Recognition
@@ -125,6 +126,9 @@ class GatedAttentionPass(InferenceGraphPass):
                 return None
             site = description.describe(found)
             return self._fuse(graph, found, site, context)
+        except UnknownSizeError as unknown:
+            assert site is not None
+            return description.declined(site, Decline(Reason.ATTENTION_LAYOUT, str(unknown)))
         except Exception as fault:
             if self.config.strict:
                 raise
@@ -153,7 +157,8 @@ class GatedAttentionPass(InferenceGraphPass):
         lowering.register()
         if isinstance(plan, rewrite_paged.PagedPlan):
             rewrite_paged.fuse_paged(graph, plan, context.numerics)
-            return replace(site, fused=True, ground=verdict.ground)
+            ground = f"{verdict.ground}; the pages are read where they are"
+            return replace(site, fused=True, ground=ground)
         config = eligibility.kernel_config(match, context)
         fused = description.fused(site, match, verdict.ground, config)
         rewrite.fuse(graph, plan, context.numerics)

@@ -22,12 +22,20 @@ _UNSHARED_META = ("val", "tensor_meta", "eager_input_vals", _SHARED)
 _DENSE = torch.ops.fusion_pass.gated_decode_attention.default
 
 
-class Inserter:
-    """Adds operator calls before a node, with that node's meta and a fake value of their own."""
+class UnknownSizeError(ValueError):
+    """A symbolic size that a rewritten graph needs is that of no value at hand."""
 
-    def __init__(self, graph: Graph, before: Node) -> None:
+
+class Inserter:
+    """Adds operator calls before a node, with that node's meta and a fake value of their own.
+
+    The sizes of `measured`, which come before it and stay in the graph, may be asked for.
+    """
+
+    def __init__(self, graph: Graph, before: Node, measured: Sequence[Node]) -> None:
         self.graph = graph
         self.before = before
+        self.measured = measured
         self.inserted: list[Node] = []
         self._meta = {key: item for key, item in before.meta.items() if key not in _UNSHARED_META}
         self._mode = tensor(before).fake_mode  # type: ignore[attr-defined]
@@ -79,13 +87,18 @@ class Inserter:
         return [self.size(node, size) for size in target]
 
     def size(self, node: Node, size: Size) -> int | Node:
-        """A size that one of the dimensions of `node` has, as an argument for an operator."""
+        """A size that a dimension of `node`, or else of `measured`, has, for an operator.
+
+        Raises:
+            UnknownSizeError: none has it.
+        """
         if isinstance(size, int):
             return size
-        for dim, own in enumerate(shape(node)):
-            if same(own, size):
-                return self(aten.sym_size.int, node, dim)
-        raise ValueError(f"no dimension of {node.name} has the size {size}")
+        for known in (node, *self.measured):
+            for dim, own in enumerate(shape(known)):
+                if same(own, size):
+                    return self(aten.sym_size.int, known, dim)
+        raise UnknownSizeError(f"no dimension of {node.name} has the size {size}")
 
 
 def _spell_call(args: Any, kwargs: Any) -> str:
@@ -94,9 +107,9 @@ def _spell_call(args: Any, kwargs: Any) -> str:
 
 
 @contextmanager
-def inserting(graph: Graph, before: Node) -> Iterator[Inserter]:
-    """Insert nodes before `before`; on an error none of them stays."""
-    insert = Inserter(graph, before)
+def inserting(graph: Graph, before: Node, *measured: Node) -> Iterator[Inserter]:
+    """Insert nodes before `before`, see `Inserter`; on an error none of them stays."""
+    insert = Inserter(graph, before, measured)
     try:
         with graph.inserting_before(before):
             yield insert

@@ -39,6 +39,7 @@ from fusion_pass.tiling import (
 
 __all__ = [
     "DTYPE_NAMES",
+    "INTERPRETED_WITH",
     "Launch",
     "LaunchConfig",
     "Limits",
@@ -58,6 +59,9 @@ __all__ = [
     "scratch_sizes",
     "start",
 ]
+
+INTERPRETED_WITH = ("triton", "numpy")
+"""What the kernels need on a CPU; neither torch nor triton requires NumPy."""
 
 SCAN_ELEMENTS = 4096
 # A full mask at B 1, D 256, S 4096 (32 elements): 10.5 us, 10.8 in a loop; 600 of 131072 keys at
@@ -112,7 +116,9 @@ def interpretable(*dtypes: torch.dtype) -> bool:
     """
     if torch.bfloat16 in dtypes:
         return False
-    if os.environ.get("TRITON_INTERPRET", "0") == "0" or find_spec("triton") is None:
+    if os.environ.get("TRITON_INTERPRET", "0") == "0":
+        return False
+    if any(find_spec(name) is None for name in INTERPRETED_WITH):
         return False
     from triton.runtime.interpreter import InterpretedFunction
 

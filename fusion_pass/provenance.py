@@ -8,7 +8,8 @@ import re
 import torch
 from torch.fx import Node
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Of a program that calls fusion_pass's own functions, the user looks for the calls.
+_NOT_THE_USERS = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>\S+)')
 _ROOT = re.compile(r"^L(\['[^']*'\])(\[\d+\])?")
 _MEMBERS = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
@@ -28,10 +29,11 @@ def module_path(node: Node) -> str | None:
 
 
 def frames(node: Node) -> tuple[str, ...]:
-    """The calls that led to `node`, outermost first, as "file:line in function", torch's left out.
+    """The calls that led to `node`, outermost first, as "file:line in function", without those of
+    torch and fusion_pass.
 
-    All of them if all are torch's; none if the graph does not tell.
+    All of them if all are theirs; none if the graph does not tell.
     """
     found = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    own = [frame for frame in found if not frame["file"].startswith(_TORCH)] or found
+    own = [frame for frame in found if not frame["file"].startswith(_NOT_THE_USERS)] or found
     return tuple(f"{frame['file']}:{frame['line']} in {frame['function']}" for frame in own)

@@ -133,11 +133,12 @@ def fuse(graph: Graph, plan: Plan, numerics: str) -> Node:
     """
     match = plan.match
     attention, product = match.attention, match.gate.product.node
-    with inserting(graph, product) as insert:
+    gate_argument = match.gate.sigmoid.argument.node
+    with inserting(graph, product, attention.query.node, gate_argument) as insert:
         query = converted(insert, attention.query.node, plan.query)
         key = _stored(insert, match.key_value.key, plan.key, attention)
         value = _stored(insert, match.key_value.value, plan.value, attention)
-        gate = converted(insert, match.gate.sigmoid.argument.node, plan.gate)
+        gate = converted(insert, gate_argument, plan.gate)
         fused = insert(
             torch.ops.fusion_pass.gated_decode_attention.default,
             query,

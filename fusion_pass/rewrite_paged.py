@@ -25,7 +25,7 @@ from fusion_pass.patterns import (
 from fusion_pass.patterns.gather import DROWNING
 from fusion_pass.patterns.layout import same
 from fusion_pass.patterns.prefix import Bound, expression_dtype
-from fusion_pass.patterns.trace import shape, tensor
+from fusion_pass.patterns.trace import has_tensor, shape, tensor
 from fusion_pass.rewrite import check_result, converted, into, rounding
 
 aten = torch.ops.aten
@@ -64,8 +64,10 @@ def fuse_opaque(graph: Graph, plan: OpaquePlan, numerics: str) -> Node:
     attention, product = match.attention, match.gate.product.node
     modes = rounding(attention, match.gate, numerics)
     modes = {name: mode for name, mode in modes.items() if attention.takes(name)}
-    with inserting(graph, product) as insert:
-        gate = converted(insert, match.gate.sigmoid.argument.node, plan.gate)
+    gate_argument = match.gate.sigmoid.argument.node
+    operands = filter(has_tensor, attention.node.all_input_nodes)
+    with inserting(graph, product, *operands, gate_argument) as insert:
+        gate = converted(insert, gate_argument, plan.gate)
         args, keywords = attention.call(gate, **modes)
         fused = insert(attention.gated, *args, **keywords)
         found, expected = shape(fused), shape(attention.result.node)
@@ -113,7 +115,8 @@ def fuse_paged(graph: Graph, plan: PagedPlan, numerics: str) -> Node:
     """Put the gated paged operator in the place of the product; as `rewrite.fuse` in all else."""
     match, pages = plan.match, plan.pages
     attention, product = match.attention, match.gate.product.node
-    with inserting(graph, product) as insert:
+    gate_argument = match.gate.sigmoid.argument.node
+    with inserting(graph, product, attention.query.node, gate_argument) as insert:
         table = _table(insert, plan)
         sinks = attention.sinks
         fused = insert(
@@ -123,7 +126,7 @@ def fuse_paged(graph: Graph, plan: PagedPlan, numerics: str) -> Node:
             converted(insert, pages.value.operand.node, pages.value.view),
             None,
             table,
-            converted(insert, match.gate.sigmoid.argument.node, plan.gate),
+            converted(insert, gate_argument, plan.gate),
             _lengths(insert, plan),
             None,
             converted(insert, sinks.node, plan.sinks) if sinks and plan.sinks else None,

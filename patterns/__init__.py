@@ -12,6 +12,7 @@ from .paged import OpaqueAttention, read_opaque
 from .reason import Decline, Reason
 from .registry import adapters, candidates, may_be_attention, register_attention
 from .trace import Operand
+from .unregistered import unregistered
 
 __all__ = [
     "Attention",
@@ -39,4 +40,5 @@ __all__ = [
     "read_opaque",
     "recognise",
     "register_attention",
+    "unregistered",
 ]

@@ -57,13 +57,19 @@ def test_demo_times_the_step_on_a_gpu() -> None:
     assert float(times[2]) < float(times[1])
 
 
-def test_demo_names_a_triton_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("missing", ["triton", "numpy", "triton numpy"])
+def test_demo_names_what_the_interpreter_misses(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_spec(name: str) -> str | None:
+        return None if name in missing.split() else name
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("fusion_pass.launch.find_spec", lambda _: None)
-    monkeypatch.setattr("fusion_pass.demo.find_spec", lambda _: None)
+    monkeypatch.setattr("fusion_pass.launch.find_spec", find_spec)
+    monkeypatch.setattr("fusion_pass.demo.find_spec", find_spec)
     told = demo._what_ran(torch.float16)
-    assert "triton is missing" in told
+    assert f"pip install {missing}," in told
     assert "torch reference" in told
 
 

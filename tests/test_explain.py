@@ -67,6 +67,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None) -> Te
     return output.transpose(1, 2).reshape(query.shape[0], 1, -1)
 
 
+@torch.library.custom_op("fusion_pass_tests::unknown", mutates_args=())
+def unknown(x: Tensor, factor: int) -> Tensor:
+    """Something of an engine's."""
+    return x * factor
+
+
+@unknown.register_fake
+def _(x: Tensor, factor: int) -> Tensor:
+    return torch.empty_like(x)
+
+
 def gated_by(activation: Callable[[Tensor], Tensor]) -> Program:
     def program(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, gate: Tensor) -> Tensor:
         return attend(query, key, value, keep) * activation(gate)
@@ -285,6 +296,40 @@ class TestWhatIsFound:
         assert found.stopped is not None
         assert not found.all_fused
         assert "stopped early" in str(found)
+
+    @pytest.mark.parametrize("is_gated", [True, False])
+    def test_an_operator_that_nobody_registered(self, is_gated: bool) -> None:
+        def program(x: Tensor, gate: Tensor) -> Tensor:
+            output = unknown(x, 2).transpose(0, 1)
+            return output * (torch.sigmoid(gate.float()).t() if is_gated else gate.t())
+
+        with torch.no_grad():
+            found = explain(program, torch.ones(3, 4), torch.ones(3, 4), device="cuda")
+        assert not found.sites
+        named = [note for note in found.notes if "fusion_pass_tests.unknown.default" in note]
+        assert len(named) == is_gated
+        assert all("fusion_pass.register_attention" in note for note in named)
+
+    @pytest.mark.parametrize("is_gated", [True, False])
+    def test_a_gate_that_the_program_gives_to_the_operator(self, is_gated: bool) -> None:
+        def program(query: Tensor, cache: Tensor, table: Tensor, gate: Tensor) -> Tensor:
+            given = {"gate": gate} if is_gated else {}
+            output = fusion_pass.paged_decode_attention(
+                query, cache, cache, None, table, kv_lengths=table[:, 0], **given
+            )
+            return output if is_gated else output * torch.sigmoid(gate)
+
+        query, cache = torch.ones(2, 4, 16), torch.ones(3, 4, 2, 16)
+        table = torch.zeros(2, 1, dtype=torch.int32)
+        with torch.no_grad():
+            found = explain(program, query, cache, table, query, device="cuda")
+        assert found.fused == (not is_gated)
+        told = "gated_paged_decode_attention.default is called by the program itself"
+        assert any(told in note for note in found.notes) == is_gated
+        # The line is the program's, not one of fusion_pass's own.
+        for site in found.sites:
+            assert site.source is not None
+            assert site.source.startswith(__file__)
 
     def test_nothing_to_trace(self) -> None:
         found = explain(lambda number: number + 1, 1)

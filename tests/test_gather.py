@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask
 
+from fusion_pass import explain
 from fusion_pass.paged import check as paged_check
 from fusion_pass.patterns.gather import DROWNING
 from fusion_pass.profitability import structural_saving
@@ -214,6 +215,18 @@ def test_gathers(gather: str) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask: str) -> None:
     check(model(mask=MASKS[mask]), *case().all())
+
+
+@pytest.mark.parametrize("is_window", [False, True])
+def test_the_report_tells_which_is_read(is_window: bool) -> None:
+    def window(lengths: Tensor) -> Tensor:
+        return ((lengths[:, None] - positions(lengths)) > 0)[:, None, None]
+
+    function = model(mask=window if is_window else MASKS["lt"])
+    with torch.no_grad():
+        (site,) = explain(function, *case().all(), device="cuda").sites
+    assert site.fused
+    assert ("the pages are read where they are" in site.ground) == (not is_window)
 
 
 @pytest.mark.parametrize("attend", [repeated, spelled_out])

@@ -82,6 +82,16 @@ def brute_force(given: dict[str, Any]) -> Tensor:
     return result
 
 
+def test_all_tokens_are_computed_unless_fewer_are_asked_for() -> None:
+    given = with_tokens()
+    most = given.pop("max_query_tokens")
+    found = fusion_pass.paged_decode_attention(**given)
+    assert torch.equal(found, fusion_pass.paged_decode_attention(**given, max_query_tokens=most))
+    message = "request 0 2 query tokens, but max_query_tokens is 1"
+    with pytest.raises(IndexError, match=message):
+        fusion_pass.paged_decode_attention(**given, max_query_tokens=1, check_indices=True)
+
+
 @pytest.mark.parametrize("form", [lambda given: given, as_table], ids=["csr", "table"])
 @pytest.mark.parametrize("window", [0, 1, 4])
 @pytest.mark.parametrize("sinks", [False, True])
@@ -301,7 +311,6 @@ INVALID: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = 
         "max_query_tokens must be 1 to 16, not 17",
     ),
     "part of a token": (changed(max_query_tokens=2.5), TypeError, "max_query_tokens must be an in"),
-    "tokens of None": (changed(max_query_tokens=None), TypeError, "max_query_tokens must be an in"),
     "query_indptr": (
         lambda: {**with_tokens(), "query_indptr": torch.zeros(3, dtype=INT)},
         ValueError,

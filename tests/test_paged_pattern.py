@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule, Node
 
+import fusion_pass
 from fusion_pass import register_attention
 from fusion_pass.patterns import Decline, GatedOpaque, read_opaque, registry
 from tests.graphs import fake_mode, only_refusal, recognitions, run_pass, trace
@@ -128,6 +129,39 @@ def test_eager_numerics_are_bitwise(name: str, dtype: torch.dtype) -> None:
     inputs = operands(dtype)
     module = fuse(GATES[name], *inputs, numerics="eager")
     assert torch.equal(module(*inputs), GATES[name](*inputs))
+
+
+SYMBOLIC: dict[str, tuple[Model, dict[str, int]]] = {
+    "flat": (lambda o, gate: o.flatten(1) * torch.sigmoid(gate), {"fused": 1}),
+    "by-head": (lambda o, gate: o * torch.sigmoid(gate.view(o.shape)), {"fused": 1}),
+    # No operand has the size Hq * D of the product.
+    "one-a-token": (
+        lambda o, gate: o.flatten(1) * torch.sigmoid(gate[:, :1]),
+        {"declined": 1, "declined: attention-layout": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_every_size_may_be_symbolic(name: str) -> None:
+    multiply, decided = SYMBOLIC[name]
+
+    def model(*inputs: Tensor) -> Tensor:
+        query, key, value, _, pages, lengths, gate = inputs
+        table = pages[: query.shape[0], None]
+        output = fusion_pass.paged_decode_attention(
+            query, key, value, None, table, kv_lengths=lengths
+        )
+        return multiply(output, gate)
+
+    counters.clear()
+    torch._dynamo.reset()
+    options = {"fusion_pass.devices": ("cpu",), "fusion_pass.strict": True}
+    compiled = torch.compile(model, backend="fusion_pass", dynamic=True, options=options)
+    inputs = operands()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs), model(*inputs))
+    assert counters["fusion_pass"] == decided
 
 
 def test_casts_of_the_sigmoid_are_honoured() -> None:

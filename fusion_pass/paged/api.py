@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion_pass.paged import check, ops  # noqa: F401  (registers the operators)
 from fusion_pass.paged.operands import PagedModes, PagedOperands
-from fusion_pass.paged.validation import validate
+from fusion_pass.paged.validation import MOST_QUERY_TOKENS, validate
 
 LAYOUTS = ("NHD", "HND")
 
@@ -29,7 +29,7 @@ def paged_decode_attention(
     sinks: Tensor | None = None,
     layout: str = "NHD",
     scale: float | None = None,
-    max_query_tokens: int = 1,
+    max_query_tokens: int | None = None,
     window: int = 0,
     numerics: str = "compiled",
     sigmoid_dtype: torch.dtype | None = None,
@@ -64,14 +64,16 @@ def paged_decode_attention(
             value.
         layout: "NHD" or "HND", of both caches.
         scale: the logits are scale * (q . k); by default D ** -0.5.
-        max_query_tokens: the most query tokens of one request, 1 to 16.
+        max_query_tokens: the most query tokens of one request, 1 to 16; by default 1, and 16 with
+            `query_indptr`. Fewer cost less. What a request has beyond it is not computed, and
+            holds anything.
         window: a query token sees its last `window` keys, itself included; 0 for all.
         numerics, sigmoid_dtype, dtype: how the gate rounds and what it gives, as for
             `fusion_pass.ops.gated_decode_attention`; only with a gate.
-        check_indices: raise IndexError for a number that points outside, which waits for the
-            device. For eager calls: it breaks a graph that is compiled. There
-            `FUSION_PASS_CHECK_INDICES=1` asks for it, in every graph compiled under it, and in
-            every eager call.
+        check_indices: raise IndexError for a number that points outside, and for a request of more
+            than `max_query_tokens`, which waits for the device. For eager calls: it breaks a graph
+            that is compiled. There `FUSION_PASS_CHECK_INDICES=1` asks for it, in every graph
+            compiled under it, and in every eager call.
 
     Returns:
         (T, Hq, Dv), contiguous, of `dtype` or dtype T. A request of length zero gives zeros.
@@ -81,7 +83,8 @@ def paged_decode_attention(
             number where it must be, or a tensor that holds one.
         ValueError: sizes do not agree, devices differ, a mode is unknown or out of range, `scale`
             is not finite, or D is 0 and there is no `scale`.
-        IndexError: `check_indices`, and a page number, a length or an offset points outside.
+        IndexError: `check_indices`, and a page number, a length or an offset points outside, or a
+            request has too many query tokens.
         RuntimeError: in a backward pass, for there is no gradient.
     """
     _expect_tensor("query", query)
@@ -105,7 +108,7 @@ def paged_decode_attention(
         raise ValueError(f"query must have 3 dimensions, not {query.dim()}")
     modes = PagedModes(
         _default_scale(query) if scale is None else _number("scale", scale),
-        _integer("max_query_tokens", max_query_tokens),
+        _most_tokens(query_indptr, max_query_tokens),
         _integer("window", window),
     )
     if gate is not None:
@@ -158,6 +161,13 @@ def _in_token_order(name: str, cache: Tensor, layout: str) -> Tensor:
     if cache.dim() != 4:
         raise ValueError(f"{name} must have 3 or 4 dimensions, not {cache.dim()}")
     return cache if layout == "NHD" else cache.transpose(1, 2)
+
+
+def _most_tokens(query_indptr: Tensor | None, given: object) -> int:
+    """`max_query_tokens`, by default what is right for any request that is taken."""
+    if given is not None:
+        return _integer("max_query_tokens", given)
+    return 1 if query_indptr is None else MOST_QUERY_TOKENS
 
 
 def _default_scale(query: Tensor) -> float:
