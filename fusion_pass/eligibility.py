@@ -230,7 +230,15 @@ def _group(match: GatedAttention, context: Context) -> Decline | None:
 
 def numerics(match: GatedAttention | GatedOpaque, context: Context) -> Decline | None:
     """What eager torch rounds at every step is not computed by the kernels."""
-    if context.numerics != "eager" or not match.gate.sigmoid.is_spelled_out:
+    if context.numerics != "eager":
+        return None
+    if isinstance(match, GatedAttention) and match.attention.narrows_logits:
+        return Decline(
+            Reason.NUMERICS,
+            "a cast rounds the logits in eager torch; leave them in the dtype of their matmul, or "
+            "in float32, or use the numerics compiled or fp32",
+        )
+    if not match.gate.sigmoid.is_spelled_out:
         return None
     return Decline(
         Reason.NUMERICS,

@@ -31,7 +31,7 @@ from fusion_pass.config import Config, ConfigError
 from fusion_pass.dump import Recorder
 from fusion_pass.frame_stack import roomy
 from fusion_pass.inductor import InferenceGraphPass, traced_for_inference
-from fusion_pass.insertion import UnknownSizeError
+from fusion_pass.insertion import MisfitError
 from fusion_pass.launch import Limits
 from fusion_pass.paged import check
 from fusion_pass.patterns import Decline, GatedAttention, GatedOpaque, Reason, Recognition
@@ -126,7 +126,7 @@ class GatedAttentionPass(InferenceGraphPass):
                 return None
             site = description.describe(found)
             return self._fuse(graph, found, site, context)
-        except UnknownSizeError as unknown:
+        except MisfitError as unknown:
             assert site is not None
             return description.declined(site, Decline(Reason.ATTENTION_LAYOUT, str(unknown)))
         except Exception as fault:

@@ -22,8 +22,8 @@ _UNSHARED_META = ("val", "tensor_meta", "eager_input_vals", _SHARED)
 _DENSE = torch.ops.fusion_pass.gated_decode_attention.default
 
 
-class UnknownSizeError(ValueError):
-    """A symbolic size that a rewritten graph needs is that of no value at hand."""
+class MisfitError(ValueError):
+    """A symbolic size cannot be had from any value at hand, or comes out as another."""
 
 
 class Inserter:
@@ -90,7 +90,7 @@ class Inserter:
         """A size that a dimension of `node`, or else of `measured`, has, for an operator.
 
         Raises:
-            UnknownSizeError: none has it.
+            MisfitError: none has it.
         """
         if isinstance(size, int):
             return size
@@ -98,7 +98,7 @@ class Inserter:
             for dim, own in enumerate(shape(known)):
                 if same(own, size):
                     return self(aten.sym_size.int, known, dim)
-        raise UnknownSizeError(f"no dimension of {node.name} has the size {size}")
+        raise MisfitError(f"no dimension of {node.name} has the size {size}")
 
 
 def _spell_call(args: Any, kwargs: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_pass.insertion import Inserter, erase_unused, inserting
+from fusion_pass.insertion import Inserter, MisfitError, erase_unused, inserting
 from fusion_pass.patterns import (
     Attention,
     ComputedMask,
@@ -23,8 +23,8 @@ from fusion_pass.patterns import (
     Reason,
     convert,
 )
-from fusion_pass.patterns.layout import Factor, differ, same
-from fusion_pass.patterns.trace import tensor
+from fusion_pass.patterns.layout import covers, differ, same
+from fusion_pass.patterns.trace import shape, tensor
 
 aten = torch.ops.aten
 
@@ -95,21 +95,10 @@ def into(operand: Operand, axes: tuple[str, ...], whole: Layout | None = None) -
     """
     dims = tuple(operand.layout.of_axis(axis) for axis in axes)
     if whole is not None and not all(
-        _is_whole(dim, whole.of_axis(axis)) for axis, dim in zip(axes, dims, strict=True)
+        not dim or covers(dim, whole.of_axis(axis)) for axis, dim in zip(axes, dims, strict=True)
     ):
         return None
     return convert(operand.layout, Layout(dims))
-
-
-def _is_whole(found: tuple[Factor, ...], whole: tuple[Factor, ...]) -> bool:
-    """Whether an axis is there entirely or not at all; two symbols may be one size."""
-    if not found or found == whole:
-        return True
-    return (
-        len(found) == len(whole) == 1
-        and found[0].stride == whole[0].stride
-        and not differ(found[0].size, whole[0].size)
-    )
 
 
 def _result_layout(attention: Attention) -> Layout:
@@ -238,7 +227,20 @@ def converted(insert: Inserter, node: Node, conversion: Conversion) -> Node:
 
 
 def check_result(result: Node, product: Node) -> None:
-    """Raise unless `result` can take the place of `product`."""
+    """Raise unless `result` can take the place of `product`.
+
+    Raises:
+        MisfitError: they differ in a symbolic size.
+        AssertionError: they differ in anything else.
+    """
     found, expected = tensor(result), tensor(product)
-    if found.dtype != expected.dtype or found.device != expected.device:
+    sizes = list(zip(shape(result), shape(product), strict=False))
+    if (
+        found.dtype != expected.dtype
+        or found.device != expected.device
+        or found.dim() != expected.dim()
+        or any(differ(*pair) for pair in sizes)
+    ):
         raise AssertionError(f"{result.name} is {found}, but {product.name} is {expected}")
+    if not all(same(*pair) for pair in sizes):
+        raise MisfitError(f"{result.name} is {found}, but {product.name} is {expected}")

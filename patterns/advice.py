@@ -138,8 +138,9 @@ ADVICE: dict[Reason, Advice] = {
         "Keep the cache in the model's dtype, and the model in one of the three.",
     ),
     Reason.NUMERICS: Advice(
-        'A sigmoid that is spelled out rounds at every step under numerics="eager".',
-        'Write torch.sigmoid(x), or use numerics="compiled" or "fp32".',
+        'Under numerics="eager" a sigmoid that is spelled out rounds at every step, and a cast of '
+        "the logits to a narrower dtype rounds them.",
+        'Write torch.sigmoid(x), drop the cast, or use numerics="compiled" or "fp32".',
     ),
     Reason.QUERY_TOKENS: Advice(
         "There are more query tokens than a decode step has, or their number is not static.",

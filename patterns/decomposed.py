@@ -6,13 +6,14 @@ Both PyTorch's math path and hand-written attention look like this in the post-g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
 from torch.fx import Node
 
 from .attention import Attention, Sizes
+from .keyvalue import stored_heads
 from .layout import Dim, Layout, Size
 from .logits import MATMULS, Logits, trace_logits
 from .reason import Decline, Reason
@@ -32,6 +33,7 @@ from .trace import (
     widened,
 )
 
+_AXES = ("batch", "head", "query", "key")
 _LOWEST = torch.finfo(torch.float32).min
 # By their schemas: Inductor registers its own when it is imported, which need not be yet.
 _DRAWS = ("prims::inductor_random", "aten::rand", "aten::rand_like", "aten::bernoulli")
@@ -91,16 +93,31 @@ def _assemble(node: Node, softmax: Softmax, logits: Logits, weights: Layout) -> 
     product = logits.product
     if not _is_rows_by(product.layout, "query", "key"):
         return _unreadable(node)
+    if any(product.layout.of_axis(axis) != weights.of_axis(axis) for axis in _AXES):
+        return Decline(
+            Reason.LOGITS, f"the logits of {product.node.name} are repeated before the softmax"
+        )
     leading = product.layout.dims[:-2]
     head_dim, value_dim = shape(cast(Node, product.node.args[0]))[-1], shape(node)[-1]
+    sizes = _sizes(product.layout, head_dim, value_dim)
+
+    def holds_query(found: Layout, start: Layout) -> bool:
+        return all(found.of_axis(axis) == start.of_axis(axis) for axis in (*_AXES, "dim"))
+
+    def holds_stored(found: Layout, start: Layout) -> bool:
+        return stored_heads(found, start, sizes.query_heads) is not None
+
     query, query_scale = _unscaled(
-        _operand(product.node.args[0], leading, ("query", "dim"), product.layout, head_dim)
+        _operand(product.node.args[0], leading, ("query", "dim"), product.layout, head_dim),
+        holds_query,
     )
     key, key_scale = _unscaled(
-        _operand(product.node.args[1], leading, ("dim", "key"), product.layout, head_dim)
+        _operand(product.node.args[1], leading, ("dim", "key"), product.layout, head_dim),
+        holds_stored,
     )
     value, value_scale = _unscaled(
-        _operand(node.args[1], weights.dims[:-2], ("key", "dim"), weights, value_dim)
+        _operand(node.args[1], weights.dims[:-2], ("key", "dim"), weights, value_dim),
+        holds_stored,
     )
     result = _rounded_result(
         Operand(node, _matrix(weights.dims[:-2], ("query", "dim"), weights, value_dim)),
@@ -116,7 +133,7 @@ def _assemble(node: Node, softmax: Softmax, logits: Logits, weights: Layout) -> 
     return Attention(
         node=node,
         producer="decomposed",
-        sizes=_sizes(product.layout, head_dim, value_dim),
+        sizes=sizes,
         query=query,
         key=key,
         value=value,
@@ -128,6 +145,7 @@ def _assemble(node: Node, softmax: Softmax, logits: Logits, weights: Layout) -> 
         is_rounded=tensor(node).dtype is tensor(result.node).dtype,
         masked_row="zero" if softmax.is_safe else "nan",
         lowest_bias=_LOWEST,
+        narrows_logits=logits.is_narrowed,
     )
 
 
@@ -205,13 +223,17 @@ def _operand(
     return Operand(cast(Node, node), _matrix(leading, axes, known, new))
 
 
-def _unscaled(operand: Operand) -> tuple[Operand, float]:
-    """What `operand` is before exact casts to float32 and constant factors in float32."""
+def _unscaled(operand: Operand, holds: Callable[[Layout, Layout], bool]) -> tuple[Operand, float]:
+    """What `operand` is before exact casts to float32 and constant factors in float32.
+
+    No further than something `holds` all that its own layout, the second, does: behind an expansion
+    an axis may be gone.
+    """
     scale, found = 1.0, operand
     current: Operand | None = operand
     while current is not None:
         node, following = current.node, backward(current.node, current.layout)
-        if following is None and _is_exact(node):
+        if following is None and _is_exact(node) and holds(current.layout, operand.layout):
             scale *= scaling(node) or 1.0
             found = following = Operand(cast(Node, node.args[0]), current.layout)
         current = following

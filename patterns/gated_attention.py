@@ -10,11 +10,13 @@ from .attention import Attention, Mask
 from .gate import Gate, find_gate
 from .gather import Pages, trace_pages
 from .keyvalue import KeyValue, trace_key_value
+from .layout import covers
 from .mask import trace_mask
 from .mask_program import ComputedMask
 from .paged import OpaqueAttention
-from .reason import Decline
+from .reason import Decline, Reason
 from .registry import recognise_attention
+from .trace import shape
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,33 @@ def recognise(node: Node) -> Recognition | None:
         return None
     if isinstance(attention, Decline):
         return Recognition(node, None, attention)
+    if isinstance(attention, Attention) and (refusal := _misread(attention)):
+        return Recognition(node, attention, refusal)
     return Recognition(node, attention, _match(attention))
+
+
+def _misread(attention: Attention) -> Decline | None:
+    """Why the operands are not those of an attention of its sizes, whoever read them.
+
+    A value that is the same all along an axis may lack it, and then holds less than is read.
+    """
+    rows = ("batch", "head", "query")
+    needed = {
+        "query": (attention.query, (*rows, "dim")),
+        "key": (attention.key, ("key", "dim")),
+        "value": (attention.value, ("key", "value_dim")),
+        "output": (attention.result, (*rows, "value_dim")),
+    }
+    for role, (operand, axes) in needed.items():
+        whole = attention.sizes.layout(*axes)
+        for axis in (name.removeprefix("value_") for name in axes):
+            if not covers(operand.layout.of_axis(axis), whole.of_axis(axis)):
+                return Decline(
+                    Reason.ATTENTION_LAYOUT,
+                    f"the {role} {operand.node.name} {list(shape(operand.node))} does not have "
+                    f"the axis {axis} of the attention",
+                )
+    return None
 
 
 def _match(attention: Attention | OpaqueAttention) -> GatedAttention | GatedOpaque | Decline:

@@ -49,12 +49,19 @@ def _by_heads(attention: Attention, operand: Operand) -> dict[int, Operand]:
     start = operand.layout
     found: dict[int, Operand] = {}
     for origin in reversed(list(origins(operand))):
-        count = _head_count(origin.layout, attention.sizes.query_heads)
-        if count is None or count in found:
-            continue
-        if _is_whole(origin.layout, start) and readable(origin, *_AXES):
+        count = stored_heads(origin.layout, start, attention.sizes.query_heads)
+        if count is not None and count not in found and readable(origin, *_AXES):
             found[count] = origin
     return found
+
+
+def stored_heads(layout: Layout, start: Layout, query_heads: Size) -> int | None:
+    """How many heads of K or V an origin of this layout holds; None if it cannot be read as such.
+
+    `start` is the layout in which the attention reads it: of that an origin may lack repeated
+    heads and the batch, and nothing else.
+    """
+    return _head_count(layout, query_heads) if _is_whole(layout, start) else None
 
 
 def _head_count(layout: Layout, query_heads: Size) -> int | None:

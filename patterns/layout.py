@@ -63,6 +63,17 @@ class Factor(NamedTuple):
 Dim: TypeAlias = tuple[Factor, ...]
 
 
+def covers(found: Dim, whole: Dim) -> bool:
+    """Whether `found` is all of the axis that `whole` is; two symbols may be one size."""
+    if found == whole:
+        return True
+    return (
+        len(found) == len(whole) == 1
+        and found[0].stride == whole[0].stride
+        and not differ(found[0].size, whole[0].size)
+    )
+
+
 @dataclass(frozen=True)
 class Layout:
     """The factors of every dimension of a value; `()` for a dimension of size one."""

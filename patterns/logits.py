@@ -25,6 +25,7 @@ from .trace import (
     shape,
     source,
     tensor,
+    widened,
 )
 
 MATMULS = (aten.bmm.default, aten.mm.default)
@@ -32,11 +33,12 @@ MATMULS = (aten.bmm.default, aten.mm.default)
 
 @dataclass(frozen=True)
 class Logits:
-    """What is between the first matmul and the softmax."""
+    """What is between the first matmul and the softmax, and whether a cast narrows it there."""
 
     product: Operand
     scale: float = 1.0
     mask: Mask | None = None
+    is_narrowed: bool = False
 
 
 def trace_logits(current: Operand, scale: float = 1.0) -> Logits | Decline:
@@ -44,8 +46,9 @@ def trace_logits(current: Operand, scale: float = 1.0) -> Logits | Decline:
 
     `scale` is what the softmax multiplies its argument by.
     """
-    mask = None
+    mask, is_narrowed = None, False
     while current.node.target not in MATMULS:
+        is_narrowed |= recast(current.node) is not None and widened(current.node) is None
         step = _before(current)
         if step is None:
             return Decline(
@@ -57,7 +60,7 @@ def trace_logits(current: Operand, scale: float = 1.0) -> Logits | Decline:
         if found is not None and (mask is not None or scale != 1.0):
             return Decline(Reason.LOGITS, f"the mask {found.operand.node.name} is not added last")
         scale, mask = scale * factor, mask or found
-    return Logits(current, scale, mask)
+    return Logits(current, scale, mask, is_narrowed)
 
 
 def _before(current: Operand) -> tuple[Operand, float, Mask | None] | None:

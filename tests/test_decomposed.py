@@ -139,6 +139,26 @@ def test_what_inductor_makes_of_a_scale_that_comes_last(spelling: Spelling) -> N
         assert (found - truth).norm() <= 1.5 * (stock - truth).norm()
 
 
+def narrowed(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    """In float16 the fill is -inf, where the cast rounds."""
+    logits = (query @ wide(key).mT).masked_fill(~keep, -1e9).to(torch.float16)
+    return logits.softmax(-1, dtype=torch.float32) @ wide(value)
+
+
+@pytest.mark.parametrize("is_emulated", [False, True])
+def test_a_cast_that_rounds_the_logits(is_emulated: bool) -> None:
+    """Inductor rounds to it only where it is asked to emulate eager torch."""
+    query, key, value, keep, gate = inputs()
+    # A row without a live key.
+    keep[1] = False
+    with torch._inductor.config.patch(emulate_precision_casts=is_emulated):
+        stock, found = run(narrowed, (query, key, value, keep, gate))
+    torch.testing.assert_close(found, stock, equal_nan=True, rtol=1e-5, atol=1e-6)
+    assert stock[1].isnan().all() == is_emulated
+    declined = {"declined": 1, "declined: numerics": 1}
+    assert counters["fusion_pass"] == (declined if is_emulated else {"fused": 1})
+
+
 @pytest.mark.parametrize("spelled_out", [False, True])
 def test_dropout_is_named(spelled_out: bool) -> None:
     def dropping(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,15 @@ from torch._dynamo.utils import counters
 from torch.fx import Node
 
 from fusion_pass import GatedAttentionPass, patterns, register_attention
-from fusion_pass.patterns import Attention, Decline, Reason, read_attention, registry
+from fusion_pass.patterns import (
+    Attention,
+    Decline,
+    Layout,
+    Operand,
+    Reason,
+    read_attention,
+    registry,
+)
 
 OPTIONS = {"fusion_pass.devices": ("cpu",), "fusion_pass.strict": True}
 
@@ -80,6 +89,32 @@ def test_a_registered_operator_fuses() -> None:
 @pytest.mark.usefixtures("registered")
 def test_the_adapters_refusal_is_reported() -> None:
     assert torch.equal(run(5), model(*inputs(), 5))
+    assert counters["fusion_pass"] == {"declined": 1, "declined: attention-layout": 1}
+
+
+def test_operands_that_lack_an_axis_are_no_attention() -> None:
+    """An adapter that looked behind a repetition."""
+
+    def adapter(node: Node) -> Attention | Decline:
+        query, key, value, _ = node.args
+        found = read_attention(node, "engine", query=query, key=key, value=value, output=node)
+        assert isinstance(found, Attention)
+        assert isinstance(query, Node)
+        single = Operand(query.all_input_nodes[0], Layout(((), *found.query.layout.dims[1:])))
+        return dataclasses.replace(found, query=single)
+
+    def repeated(query: Tensor, *rest: Any) -> Tensor:
+        return model(query[:1].expand(2, -1, -1, -1), *rest)
+
+    register_attention(OP, adapter)
+    try:
+        torch._dynamo.reset()
+        counters.clear()
+        with torch.no_grad():
+            compiled = torch.compile(repeated, backend="fusion_pass", options=OPTIONS)
+            torch.testing.assert_close(compiled(*inputs(), 0), repeated(*inputs(), 0))
+    finally:
+        del registry._RECOGNISERS[OP], registry._ADAPTERS[OP]
     assert counters["fusion_pass"] == {"declined": 1, "declined: attention-layout": 1}
 
 
