@@ -89,8 +89,9 @@ ADVICE: dict[Reason, Advice] = {
         "Pass a Python number as scale, and keep head_dim static.",
     ),
     Reason.SINKS: Advice(
-        "The extra logits of the softmax are not one for each query head.",
-        "Use one sink a head, shared by batch and query tokens.",
+        "The extra logits of the softmax are not one for each query head, or its weights change "
+        "places before those of the sinks are dropped.",
+        "Use one sink a head, shared by batch and query tokens, and drop its weight first.",
     ),
     Reason.LOGITS: Advice(
         "Something other than one constant scale and then one mask happens to the logits, such as "

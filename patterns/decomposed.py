@@ -22,6 +22,7 @@ from .trace import (
     Operand,
     aten,
     backward,
+    follow,
     forward,
     furthest,
     has_tensor,
@@ -51,9 +52,13 @@ def recognise_decomposed(node: Node) -> Attention | Decline | None:
     softmax = softmax_or_origin(cast(Node, node.args[0]))
     if isinstance(softmax, Node):
         return _dropped(softmax)
+    if softmax.is_rearranged:
+        return Decline(
+            Reason.SINKS, f"the weights change places before {softmax.node.name} drops the sink's"
+        )
     weights = _name_axes(softmax.node)
     start = Operand(softmax.node, weights) if weights else None
-    arriving = _follow(start, cast(Node, node.args[0])) if start else None
+    arriving = follow(start, cast(Node, node.args[0])) if start else None
     argument = Operand(softmax.argument, weights) if weights else None
     logits = trace_logits(argument, softmax.scale) if argument else None
     if isinstance(logits, Decline):
@@ -145,7 +150,7 @@ def _assemble(node: Node, softmax: Softmax, logits: Logits, weights: Layout) -> 
         is_rounded=tensor(node).dtype is tensor(result.node).dtype,
         masked_row="zero" if softmax.is_safe else "nan",
         lowest_bias=_LOWEST,
-        narrows_logits=logits.is_narrowed,
+        narrows_logits=logits.is_narrowed or softmax.is_narrowed,
     )
 
 
@@ -189,20 +194,6 @@ def _name_axes(node: Node) -> Layout | None:
     if len(sizes) not in names:
         return None
     return Layout.of((name, n, 1) for name, n in zip(names[len(sizes)], sizes, strict=True))
-
-
-def _follow(start: Operand, end: Node) -> Operand | None:
-    """`end` as a rearrangement of `start`, casts included."""
-    path = [end]
-    while path[-1] is not start.node:
-        origin = source(path[-1]) or recast(path[-1])
-        assert origin is not None, "the softmax was found along this very path"
-        path.append(origin)
-    layout: Layout | None = start.layout
-    for node in reversed(path[:-1]):
-        if source(node) is not None and layout is not None:
-            layout = forward(node, layout)
-    return None if layout is None else Operand(end, layout)
 
 
 def _is_rows_by(layout: Layout, rows: str, columns: str) -> bool:

@@ -145,7 +145,7 @@ def _inverse(order: Sequence[int]) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=1024)
 def _shrink(layout: Layout, shape: tuple[Size, ...], expanded: tuple[Size, ...]) -> Layout | None:
     offset = len(expanded) - len(shape)
-    if offset < 0:
+    if offset < 0 or len(expanded) != len(layout.dims):
         return None
     dims: list[Dim] = []
     for size, wide, dim in zip(shape, expanded[offset:], layout.dims[offset:], strict=True):

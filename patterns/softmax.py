@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +11,20 @@ from typing import TypeGuard, cast
 
 from torch.fx import Node
 
-from .layout import Size, same
-from .trace import arguments, aten, constant, has_tensor, recast, scaling, shape, source
+from .layout import Layout, Size, same, same_shape
+from .trace import (
+    Operand,
+    arguments,
+    aten,
+    constant,
+    follow,
+    has_tensor,
+    recast,
+    scaling,
+    shape,
+    source,
+    widened,
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,8 @@ class Softmax:
         is_safe: whether a row of -inf gives zeros instead of NaN.
         sink: one more logit, of size one in the last dimension, whose weight is dropped.
         scale: what the argument is multiplied by first.
+        is_rearranged: whether the weights change places before the sink's are dropped.
+        is_narrowed: whether the argument and the sink are cast to a narrower dtype first.
     """
 
     node: Node
@@ -31,6 +46,8 @@ class Softmax:
     is_safe: bool
     sink: Node | None = None
     scale: float = 1.0
+    is_rearranged: bool = False
+    is_narrowed: bool = False
 
 
 def softmax_behind(node: Node) -> Softmax | None:
@@ -52,13 +69,16 @@ def softmax_or_origin(node: Node) -> Softmax | Node:
 
 
 def _softmax(node: Node) -> Softmax | None:
+    found = None
     if node.target is aten._softmax.default and _is_last(node.args[1], node):
-        return Softmax(node, cast(Node, node.args[0]), is_safe=False)
-    if node.target is aten.div.Tensor:
-        return _exponentials(node)
-    if node.target is aten.where.self:
-        return _safe_softmax(node)
-    return None
+        found = Softmax(node, cast(Node, node.args[0]), is_safe=False)
+    elif node.target is aten.div.Tensor:
+        found = _exponentials(node)
+    elif node.target is aten.where.self:
+        found = _safe_softmax(node)
+    # What broadcasts on its way to the result has fewer logits than that has weights.
+    whole = found is not None and same_shape(shape(found.argument), shape(node))
+    return found if whole else None
 
 
 def _exponentials(node: Node) -> Softmax | None:
@@ -131,7 +151,7 @@ def _sunk_softmax(node: Node) -> Softmax | None:
         return None
     if inner.scale != 1.0:
         return None
-    joined = _unshifted(inner.argument)
+    joined, is_narrowed = _unshifted(inner.argument)
     whole, kept = shape(inner.node)[-1], shape(node)[-1]
     if not _calls(joined, aten.cat.default) or not same(kept + 1, whole) or call["start"] != 0:
         return None
@@ -139,26 +159,46 @@ def _sunk_softmax(node: Node) -> Softmax | None:
     dim = joined.args[1] if len(joined.args) > 1 else 0
     if len(parts) != 2 or not _is_last(dim, joined) or not same(shape(parts[1])[-1], 1):
         return None
-    return replace(inner, node=node, argument=parts[0], sink=parts[1])
+    return replace(
+        inner,
+        node=node,
+        argument=parts[0],
+        sink=parts[1],
+        is_rearranged=not _is_in_place(inner.node, call["self"]),
+        is_narrowed=is_narrowed,
+    )
 
 
-def _unshifted(node: Node) -> Node:
-    """`x` of `x - max(x)` along the last dimension, which no softmax tells from `x`; casts too."""
+def _is_in_place(start: Node, end: Node) -> bool:
+    """Whether each element of `start` is where it was in `end`, which rearranges and casts it."""
+    names = map(str, itertools.count())
+    layout = Layout.of((name, size, 1) for name, size in zip(names, shape(start), strict=False))
+    followed = follow(Operand(start, layout), end)
+    return followed is not None and followed.layout == layout
+
+
+def _unshifted(node: Node) -> tuple[Node, bool]:
+    """`x` of `x - max(x)` along the last dimension, which no softmax tells from `x`; casts too.
+
+    And whether one of the casts is to a narrower dtype.
+    """
+    is_narrowed = False
     while True:
         if (origin := recast(node)) is not None:
+            is_narrowed |= widened(node) is None
             node = origin
             continue
         if not _calls(node, aten.sub.Tensor) or node.kwargs:
-            return node
+            return node, is_narrowed
         argument, highest = node.args
         if _calls(highest, getitem) and highest.args[1] == 0:
             highest = highest.args[0]
         reductions = (aten.max.dim, aten.amax.default)
         if not any(_calls(highest, reduction) for reduction in reductions):
-            return node
+            return node, is_narrowed
         assert isinstance(highest, Node)
         if highest.args[0] is not argument or not _keeps_last(highest, shape(node)):
-            return node
+            return node, is_narrowed
         node = cast(Node, argument)
 
 

@@ -142,6 +142,23 @@ def backward(node: Node, layout: Layout) -> Operand | None:
     return None if found is None else Operand(origin, found)
 
 
+def follow(start: Operand, end: Node) -> Operand | None:
+    """`end`, which rearranges and casts `start` and does no more, as an operand.
+
+    None if a dimension of it straddles the factors of `start`.
+    """
+    path = [end]
+    while path[-1] is not start.node:
+        origin = source(path[-1]) or recast(path[-1])
+        assert origin is not None, "the caller came from the end to the start"
+        path.append(origin)
+    layout: Layout | None = start.layout
+    for node in reversed(path[:-1]):
+        if source(node) is not None and layout is not None:
+            layout = forward(node, layout)
+    return None if layout is None else Operand(end, layout)
+
+
 def origins(operand: Operand) -> Iterator[Operand]:
     """`operand` and, one after another, the values that it is a rearrangement or repetition of."""
     current: Operand | None = operand

@@ -1,4 +1,4 @@
-"""Operands and logits that are the same all along an axis, and are repeated along it."""
+"""Operands and logits that are repeated along an axis, and weights that change places."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def but(size: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def gated(output: Tensor, gate: Tensor) -> Tensor:
-    merged = output.transpose(1, 2).reshape(B, T, H * D)
+    merged = output.transpose(1, 2).flatten(2)
     return to(merged, gate.dtype) * torch.sigmoid(gate)
 
 
@@ -107,6 +107,47 @@ def test_logits(is_after: bool, gate: str) -> None:
         columns = tuple(keys_axis[axis] for axis in axes if axis in keys_axis)
         sizes = GATES[gate], but(WHOLE["query"], rows), but(WHOLE["key"], columns), WHOLE["value"]
         assert check(model, *[draw(size, torch.float32) for size in sizes]) == 0
+
+
+def test_a_softmax_that_broadcasts() -> None:
+    """Inductor's spelling of a scaled softmax, with a condition of more rows than there are."""
+
+    def model(gate: Tensor, query: Tensor, key: Tensor, value: Tensor, choice: Tensor) -> Tensor:
+        logits = torch.bmm(query, key.mT)
+        doubled = logits * 2.0
+        shifted = (logits - logits.amax(-1, True)) * 2.0, doubled - doubled.amax(-1, True)
+        weights = torch.where(choice > 0, *shifted).exp()
+        return torch.bmm(weights / weights.sum(-1, True), value) * torch.sigmoid(gate)
+
+    sizes = (H, T, D), (1, T, D), (1, S, D), (H, S, D), (H, 1, 1)
+    assert check(model, *[draw(size, torch.float32) for size in sizes]) == 0
+
+
+# The weights, with that of the sink, before that is dropped; all sizes are N.
+N = 4
+REARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    **{
+        f"{a} for {b}": lambda w, a=a, b=b: w.transpose(a, b)[..., :-1]
+        for a, b in itertools.combinations(range(4), 2)
+    },
+    "merged": lambda w: w.flatten(0, 1)[..., :-1].unflatten(0, (N, N)),
+    "split": lambda w: w.unflatten(1, (2, 2))[..., :-1].flatten(1, 2),
+    "longer": lambda w: w[:, :, None][..., :-1].squeeze(2),
+    "in place": lambda w: w.transpose(0, 1).transpose(0, 1)[..., :-1],
+    "after": lambda w: w[..., :-1].flatten(0, 1).unflatten(0, (N, N)),
+}
+
+
+@pytest.mark.parametrize("name", REARRANGED)
+def test_weights_before_the_sink_is_dropped(name: str) -> None:
+    def model(gate: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        sink = sinks.view(1, N, 1, 1).expand(N, N, N, 1)
+        weights = torch.cat([query @ key.mT * 0.25, sink], -1).softmax(-1)
+        return gated(REARRANGED[name](weights) @ value, gate)
+
+    sizes = (N, N, N * D), (N, N, N, D), (N, N, N - 1, D), (N, N, N - 1, D), (N,)
+    fused = check(model, *[draw(size, torch.float32) for size in sizes])
+    assert fused == (name in ("in place", "after"))
 
 
 @torch.no_grad()
