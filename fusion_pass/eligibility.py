@@ -179,6 +179,14 @@ def _dtype(match: GatedAttention, context: Context) -> Decline | None:
     )
 
 
+def _sinks_dtype(match: GatedAttention, context: Context) -> Decline | None:
+    sinks = match.attention.sinks
+    if sinks is None or tensor(sinks.node).dtype in DTYPES:
+        return None
+    dtype = tensor(sinks.node).dtype
+    return Decline(Reason.SINKS, f"the sinks are {dtype}; one of {DTYPES} is read")
+
+
 def _mask_dtype(match: GatedAttention, context: Context) -> Decline | None:
     if not isinstance(match.mask, Mask):
         return None
@@ -274,6 +282,7 @@ _GUARDS: tuple[Callable[[GatedAttention, Context], Decline | None], ...] = (
     _mixed_devices,
     _dtype,
     _mask_dtype,
+    _sinks_dtype,
     _scale,
     _query_tokens,
     _head_dim,

@@ -56,6 +56,11 @@ def recognise_decomposed(node: Node) -> Attention | Decline | None:
         return Decline(
             Reason.SINKS, f"the weights change places before {softmax.node.name} drops the sink's"
         )
+    if tensor(softmax.argument).dtype is torch.float64:
+        # In which other numbers are finite.
+        return Decline(
+            Reason.LOGITS, f"the softmax before {node.name} is in float64, the kernel's in float32"
+        )
     weights = _name_axes(softmax.node)
     start = Operand(softmax.node, weights) if weights else None
     arriving = follow(start, cast(Node, node.args[0])) if start else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,6 +22,7 @@ from .trace import (
     constant,
     has_tensor,
     recast,
+    rounded,
     scaling,
     shape,
     source,
@@ -33,7 +35,7 @@ MATMULS = (aten.bmm.default, aten.mm.default)
 
 @dataclass(frozen=True)
 class Logits:
-    """What is between the first matmul and the softmax, and whether a cast narrows it there."""
+    """What is between the first matmul and the softmax, and whether it is narrowed there."""
 
     product: Operand
     scale: float = 1.0
@@ -49,7 +51,7 @@ def trace_logits(current: Operand, scale: float = 1.0) -> Logits | Decline:
     mask, is_narrowed = None, False
     while current.node.target not in MATMULS:
         is_narrowed |= recast(current.node) is not None and widened(current.node) is None
-        step = _before(current)
+        step, behind = _before(current), current.node
         if step is None:
             return Decline(
                 Reason.LOGITS,
@@ -59,6 +61,9 @@ def trace_logits(current: Operand, scale: float = 1.0) -> Logits | Decline:
         current, factor, found = step
         if found is not None and (mask is not None or scale != 1.0):
             return Decline(Reason.LOGITS, f"the mask {found.operand.node.name} is not added last")
+        if found is not None and found.replaces:
+            # A number of no dimensions takes the dtype of the logits.
+            is_narrowed |= rounded(found.fill, tensor(behind).dtype) == -math.inf != found.fill
         scale, mask = scale * factor, mask or found
     return Logits(current, scale, mask, is_narrowed)
 
@@ -70,8 +75,8 @@ def _before(current: Operand) -> tuple[Operand, float, Mask | None] | None:
         return origin, 1.0, None
     if node.op != "call_function" or not node.args or not has_tensor(node):
         return None
-    if (rounded := recast(node)) is not None:
-        return Operand(rounded, layout), 1.0, None
+    if (uncast := recast(node)) is not None:
+        return Operand(uncast, layout), 1.0, None
     if (scaled := scaling(node)) is not None:
         return Operand(cast(Node, node.args[0]), layout), scaled, None
     if node.target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:

@@ -243,8 +243,11 @@ class _Emission:
             raise AssertionError(f"{node.name} is {tensor(node).dtype}, not {call.dtype}")
         return node
 
-    def _floor_divided(self, dividend: Node, divisor: Node | int) -> Node:
+    def _floor_divided(self, dividend: Node | int, divisor: Node | int) -> Node:
         # Inductor's own floor division of an arange is wrong at its end on CPUs (torch 2.13).
+        if not isinstance(dividend, Node):
+            assert isinstance(divisor, Node), "an operator has an operand"
+            dividend = self._constant(dividend, tensor(divisor).dtype)
         kind = "Tensor" if isinstance(divisor, Node) else "Scalar"
         rest = self._insert(getattr(aten.remainder, kind), dividend, divisor)
         multiple = self._insert(aten.sub.Tensor, dividend, rest)

@@ -228,9 +228,11 @@ def _calls(node: object, target: object) -> TypeGuard[Node]:
 
 def _keeps_last(node: Node, reduced: Sequence[Size]) -> bool:
     """Whether a reduction of a tensor of the shape `reduced` keeps its last dimension, at one."""
+    if len(node.args) < 3 or node.args[2] is not True:
+        return False
     dims = node.args[1]
     (dim,) = dims if isinstance(dims, (list, tuple)) and len(dims) == 1 else (dims,)
-    return len(node.args) > 2 and node.args[2] is True and dim in (-1, len(reduced) - 1)
+    return dim in (-1, len(reduced) - 1)
 
 
 def _is_last(dim: object, node: Node) -> bool:

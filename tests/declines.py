@@ -194,7 +194,7 @@ SPELLED_OUT = (
     Decline(
         "spelled-out",
         Reason.MASK_DTYPE,
-        _gated(f"({_LOGITS} + keep.double()).softmax(-1).to(query.dtype) @ wide(value)"),
+        _gated(f"({_LOGITS} + keep.double()).to(query.dtype).softmax(-1) @ wide(value)"),
     ),
     Decline(
         "spelled-out",

@@ -187,6 +187,7 @@ MASK_MODS: dict[str, Mod] = {
     "logical": lambda b, h, q, k: torch.logical_xor(k < LENGTHS[b], k % 2 == h % 2),
     "dilated": lambda b, h, q, k: (k + h) % 3 == b,
     "chunked": lambda b, h, q, k: (k // 7 == (q + OFFSETS[b]) // 7) & (k <= q + OFFSETS[b]),
+    "floor-of-a-number": lambda b, h, q, k: 100 // (k + 1) < 7,
     "negative-floor": lambda b, h, q, k: (k - LENGTHS[b]) // 5 == -2,
     "where": lambda b, h, q, k: torch.where(h < 2, k < LENGTHS[b], k > 30),
     "minimum": lambda b, h, q, k: k < torch.minimum(LENGTHS[b], WINDOWS[h]),
