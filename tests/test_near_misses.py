@@ -75,6 +75,11 @@ def added_doubles(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Te
     return logits.softmax(-1).to(query.dtype) @ value
 
 
+def added_doubles_rounded(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    logits = query @ key.mT * 0.25 + keep.double()
+    return logits.to(query.dtype).softmax(-1) @ value
+
+
 def truncated_logits(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
     logits = (query @ key.mT * 0.25).to(torch.int32).to(query.dtype)
     return (logits + keep).softmax(-1) @ value
@@ -95,7 +100,8 @@ def per_pair(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
         (added_truth, "logits-changed"),
         (added_integers, "logits-changed"),
         (truncated_logits, "logits-changed"),
-        (added_doubles, "mask-dtype"),
+        (added_doubles, "logits-changed"),
+        (added_doubles_rounded, "mask-dtype"),
         (per_pair, "mask-layout"),
     ],
 )
