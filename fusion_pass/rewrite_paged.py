@@ -23,7 +23,7 @@ from fusion_pass.patterns import (
     convert,
 )
 from fusion_pass.patterns.gather import DROWNING
-from fusion_pass.patterns.layout import same
+from fusion_pass.patterns.layout import same_shape
 from fusion_pass.patterns.prefix import Bound, expression_dtype
 from fusion_pass.patterns.trace import has_tensor, shape, tensor
 from fusion_pass.rewrite import check_result, converted, into, rounding
@@ -71,7 +71,7 @@ def fuse_opaque(graph: Graph, plan: OpaquePlan, numerics: str) -> Node:
         args, keywords = attention.call(gate, **modes)
         fused = insert(attention.gated, *args, **keywords)
         found, expected = shape(fused), shape(attention.result.node)
-        if len(found) != len(expected) or not all(map(same, found, expected)):
+        if not same_shape(found, expected):
             raise AssertionError(f"{fused.name} is {list(found)}, not {list(expected)}")
         result = converted(insert, fused, plan.result)
         check_result(result, product)

@@ -21,13 +21,13 @@ from .trace import (
     backward,
     constant,
     has_tensor,
+    narrows,
     recast,
     rounded,
     scaling,
     shape,
     source,
     tensor,
-    widened,
 )
 
 MATMULS = (aten.bmm.default, aten.mm.default)
@@ -50,7 +50,7 @@ def trace_logits(current: Operand, scale: float = 1.0) -> Logits | Decline:
     """
     mask, is_narrowed = None, False
     while current.node.target not in MATMULS:
-        is_narrowed |= recast(current.node) is not None and widened(current.node) is None
+        is_narrowed |= narrows(current.node)
         step, behind = _before(current), current.node
         if step is None:
             return Decline(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import TypeGuard, cast
 
 from torch.fx import Node
 
-from .layout import Layout, Size, same, same_shape
+from .layout import Size, same, same_shape
 from .trace import (
     Operand,
     arguments,
@@ -19,11 +18,12 @@ from .trace import (
     constant,
     follow,
     has_tensor,
+    narrows,
+    own_layout,
     recast,
     scaling,
     shape,
     source,
-    widened,
 )
 
 
@@ -171,8 +171,7 @@ def _sunk_softmax(node: Node) -> Softmax | None:
 
 def _is_in_place(start: Node, end: Node) -> bool:
     """Whether each element of `start` is where it was in `end`, which rearranges and casts it."""
-    names = map(str, itertools.count())
-    layout = Layout.of((name, size, 1) for name, size in zip(names, shape(start), strict=False))
+    layout = own_layout(start)
     followed = follow(Operand(start, layout), end)
     return followed is not None and followed.layout == layout
 
@@ -185,7 +184,7 @@ def _unshifted(node: Node) -> tuple[Node, bool]:
     is_narrowed = False
     while True:
         if (origin := recast(node)) is not None:
-            is_narrowed |= widened(node) is None
+            is_narrowed |= narrows(node)
             node = origin
             continue
         if not _calls(node, aten.sub.Tensor) or node.kwargs:

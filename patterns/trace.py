@@ -242,6 +242,16 @@ def widened(node: Node) -> Node | None:
     return origin if exact else None
 
 
+def narrows(node: Node) -> bool:
+    """Whether `node` is a cast that may lose something."""
+    return recast(node) is not None and widened(node) is None
+
+
+def own_layout(node: Node) -> Layout:
+    """A layout in which every dimension of `node` is an axis of its own."""
+    return Layout.of((str(dim), size, 1) for dim, size in enumerate(shape(node)))
+
+
 def readable(operand: Operand, *axes: str) -> bool:
     """Whether a value can be arranged in the named axes by sizes that it has itself.
 

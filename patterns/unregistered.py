@@ -8,10 +8,9 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
-from .layout import Layout
 from .registry import may_be_attention
 from .sigmoid import sigmoid_behind
-from .trace import Operand, aten, has_tensor, recast, shape, source
+from .trace import Operand, aten, has_tensor, own_layout, recast, source
 
 # torch's own have no hidden attention, and fusion_pass knows its own.
 _KNOWN = ("aten", "prims", "prim", "fusion_pass", "higher_order", "_c10d_functional")
@@ -46,5 +45,4 @@ def _is_unknown(node: Node) -> bool:
 
 
 def _is_sigmoid(node: Node) -> bool:
-    axes = ((f"{dim}", size, 1) for dim, size in enumerate(shape(node)))
-    return sigmoid_behind(Operand(node, Layout.of(axes))) is not None
+    return sigmoid_behind(Operand(node, own_layout(node))) is not None
