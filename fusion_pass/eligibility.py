@@ -240,11 +240,11 @@ def numerics(match: GatedAttention | GatedOpaque, context: Context) -> Decline |
     """What eager torch rounds at every step is not computed by the kernels."""
     if context.numerics != "eager":
         return None
-    if isinstance(match, GatedAttention) and match.attention.narrows_logits:
+    if isinstance(match, GatedAttention) and match.attention.is_narrowed:
         return Decline(
             Reason.NUMERICS,
-            "a cast rounds the logits in eager torch; leave them in the dtype of their matmul, or "
-            "in float32, or use the numerics compiled or fp32",
+            "a cast rounds the logits or the weights in eager torch; leave them in the dtype of "
+            "their matmul, or in float32, or use the numerics compiled or fp32",
         )
     if not match.gate.sigmoid.is_spelled_out:
         return None

@@ -86,8 +86,8 @@ class Attention:
             where an operator writes it to memory, and not where a cast in its own kernel does.
         masked_row: `"zero"` or `"nan"`, the result of a row whose logits are all -inf.
         lowest_bias: what is added to a logit counts as -inf below this.
-        narrows_logits: whether the logits are cast to a narrower dtype, which eager torch rounds to
-            and Inductor does not.
+        is_narrowed: whether the logits are cast to a narrower dtype, or the weights to one that is
+            not V's, which eager torch rounds to and Inductor does not.
     """
 
     node: Node
@@ -104,4 +104,4 @@ class Attention:
     is_rounded: bool
     masked_row: str
     lowest_bias: float
-    narrows_logits: bool = False
+    is_narrowed: bool = False

@@ -13,19 +13,19 @@ import torch
 from torch.fx import Node
 
 from .attention import Attention, Sizes
+from .dropout import dropped
 from .keyvalue import stored_heads
 from .layout import Dim, Layout, Size
 from .logits import MATMULS, Logits, trace_logits
 from .reason import Decline, Reason
-from .softmax import Softmax, softmax_behind, softmax_or_origin
+from .softmax import Softmax, softmax_or_origin
 from .trace import (
     Operand,
-    aten,
     backward,
     follow,
     forward,
     furthest,
-    has_tensor,
+    narrows,
     recast,
     scaling,
     shape,
@@ -36,22 +36,13 @@ from .trace import (
 
 _AXES = ("batch", "head", "query", "key")
 _LOWEST = torch.finfo(torch.float32).min
-# By their schemas: Inductor registers its own when it is imported, which need not be yet.
-_DRAWS = ("prims::inductor_random", "aten::rand", "aten::rand_like", "aten::bernoulli")
-_OF_DRAWS = (
-    aten.gt.Scalar,
-    aten.ge.Scalar,
-    aten.lt.Scalar,
-    aten.le.Scalar,
-    torch.ops.prims.convert_element_type.default,
-)
 
 
 def recognise_decomposed(node: Node) -> Attention | Decline | None:
     """The attention whose second matmul is `node`; None if no softmax is multiplied there."""
     softmax = softmax_or_origin(cast(Node, node.args[0]))
     if isinstance(softmax, Node):
-        return _dropped(softmax)
+        return dropped(softmax)
     if softmax.is_rearranged:
         return Decline(
             Reason.SINKS, f"the weights change places before {softmax.node.name} drops the sink's"
@@ -71,32 +62,6 @@ def recognise_decomposed(node: Node) -> Attention | Decline | None:
     if arriving is None or logits is None or not _is_rows_by(arriving.layout, "query", "key"):
         return _unreadable(node)
     return _assemble(node, softmax, logits, arriving.layout)
-
-
-def _dropped(node: Node) -> Decline | None:
-    """The refusal of softmax weights that dropout thins out; None of anything else."""
-    while has_tensor(node):
-        origin = source(node) or recast(node)
-        if origin is None and scaling(node) is not None:
-            origin = cast(Node, node.args[0])
-        if origin is None:
-            break
-        node = origin
-    if node.target is not aten.mul.Tensor or not all(map(has_tensor, node.args)):
-        return None
-    kept, weights = cast(tuple[Node, Node], node.args)
-    for drawn, dropped in ((kept, weights), (weights, kept)):
-        if _is_random(drawn) and softmax_behind(dropped) is not None:
-            return Decline(Reason.DROPOUT, f"{node.name} drops weights at random")
-    return None
-
-
-def _is_random(node: Node) -> bool:
-    """Whether a value is drawn at random: a draw, compared with a number or cast."""
-    while node.target in _OF_DRAWS:
-        node = cast(Node, node.args[0])
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name in _DRAWS
 
 
 def _assemble(node: Node, softmax: Softmax, logits: Logits, weights: Layout) -> Attention | Decline:
@@ -155,8 +120,24 @@ def _assemble(node: Node, softmax: Softmax, logits: Logits, weights: Layout) -> 
         is_rounded=tensor(node).dtype is tensor(result.node).dtype,
         masked_row="zero" if softmax.is_safe else "nan",
         lowest_bias=_LOWEST,
-        narrows_logits=logits.is_narrowed or softmax.is_narrowed,
+        is_narrowed=logits.is_narrowed
+        or softmax.is_narrowed
+        or _are_narrowed(softmax, cast(Node, node.args[0]), tensor(value.node).dtype),
     )
+
+
+def _are_narrowed(softmax: Softmax, weights: Node, dtype: torch.dtype) -> bool:
+    """Whether a cast to a narrower dtype than `dtype`, to which the kernel rounds, is on the way.
+
+    On that from the softmax to `weights`, which it reaches by casts and rearrangements.
+    """
+    node: Node | None = weights
+    while node is not None:
+        if narrows(node) and tensor(node).dtype is not dtype:
+            return True
+        is_cut = node is softmax.node and softmax.sink is not None
+        node = cast(Node, node.args[0]) if is_cut else source(node) or recast(node)
+    return False
 
 
 def _sinks(softmax: Softmax) -> Operand | Decline | None:

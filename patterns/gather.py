@@ -96,7 +96,7 @@ def trace_pages(
     caches = _cache(key), _cache(value)
     if bounds is None or caches[0] is None or caches[1] is None:
         return None
-    if _page_size(key) != _page_size(value):
+    if any(_of_cache(key, axis) != _of_cache(value, axis) for axis in ("page", "key")):
         return None
     wraps = key.is_wrapping or value.is_wrapping
     return Pages(caches[0], caches[1], key.table, wraps, bounds)
@@ -172,6 +172,10 @@ def _gather_behind(operand: Operand) -> _Gather | None:
         return None
     whole = operand.layout.of_axis("batch")
     if table.layout.of_axis("batch") not in (whole, ()) or found.cache.layout.of_axis("batch"):
+        return None
+    # Each key is one slot of one page: none is repeated, and no slot has pages of its own.
+    keys = Layout((table.layout.of_axis("key"), found.cache.layout.of_axis("key")))
+    if keys.of_axis("key") != operand.layout.of_axis("key"):
         return None
     return _Gather(found.cache, table, found.is_wrapping)
 
@@ -258,8 +262,8 @@ def _cache(gather: _Gather) -> Cache | None:
     return Cache(gather.cache, view)
 
 
-def _page_size(gather: _Gather) -> object:
-    return gather.cache.layout.of_axis("key")
+def _of_cache(gather: _Gather, axis: str) -> Dim:
+    return gather.cache.layout.of_axis(axis)
 
 
 def _is_view(node: Node, conversion: Conversion) -> bool:

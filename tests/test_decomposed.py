@@ -174,6 +174,35 @@ def test_a_cast_that_rounds_the_logits(is_emulated: bool, narrowed: Spelling) ->
     assert counters["fusion_pass"] == (declined if is_emulated else {"fused": 1})
 
 
+def narrowed_weights(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    weights = (query @ wide(key).mT).masked_fill(~keep, -1e9).softmax(-1)
+    return weights.to(torch.bfloat16).float() @ wide(value)
+
+
+def narrowed_before_the_cut(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    """Rounds before the sink's weight is dropped."""
+    logits = (query @ wide(key).mT).masked_fill(~keep, -1e9)
+    sinks = key[0, 0, :H, 0].reshape(1, -1, 1, 1).expand(B, -1, 1, -1)
+    weights = torch.cat([logits, sinks], dim=-1).softmax(-1).to(torch.bfloat16)
+    return weights[..., :-1].float() @ wide(value)
+
+
+@pytest.mark.parametrize("narrowed", [narrowed_weights, narrowed_before_the_cut])
+@pytest.mark.parametrize("is_emulated", [False, True])
+def test_a_cast_that_rounds_the_weights(is_emulated: bool, narrowed: Spelling) -> None:
+    with torch._inductor.config.patch(emulate_precision_casts=is_emulated):
+        stock, found = run(narrowed, inputs())
+    torch.testing.assert_close(found, stock, rtol=1e-5, atol=1e-5)
+    declined = {"declined": 1, "declined: numerics": 1}
+    assert counters["fusion_pass"] == (declined if is_emulated else {"fused": 1})
+
+
+def test_weights_in_the_dtype_of_values_are_rounded_by_the_kernel_too() -> None:
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        run(eager, inputs(torch.bfloat16))
+    assert counters["fusion_pass"] == {"fused": 1}
+
+
 @pytest.mark.parametrize("spelled_out", [False, True])
 def test_dropout_is_named(spelled_out: bool) -> None:
     def dropping(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:

@@ -465,6 +465,30 @@ def reversed_pages(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> 
     return output.transpose(1, 2).reshape(B, 1, -1) * torch.sigmoid(gate)
 
 
+def twice(dim: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Gathers from pages of half the size, whose keys come twice along a new dimension."""
+
+    def gather(cache: Tensor, table: Tensor) -> Tensor:
+        pages = cache.reshape(2 * PAGES, PAGE_SIZE // 2, KV_HEADS, DIM)[table]
+        sizes = [-1] * 5
+        sizes.insert(dim, 2)
+        return in_heads(pages.unsqueeze(dim).expand(sizes))
+
+    return gather
+
+
+def by_slot(cache: Tensor, table: Tensor) -> Tensor:
+    """Every slot of a page is taken from a page of its own."""
+    index = (table[0][:, None] + torch.arange(PAGE_SIZE, device=table.device)) % PAGES
+    pages = cache.gather(0, index[:, :, None, None].expand(-1, -1, KV_HEADS, DIM))
+    return pages.view(1, LENGTH, KV_HEADS, DIM).expand(B, -1, -1, -1).transpose(1, 2)
+
+
+def fewer_pages_of_keys(query: Tensor, key: Tensor, *rest: Tensor) -> Tensor:
+    value, table, *others = rest
+    return model()(query, key[:-3], value, table % (PAGES - 3), *others)
+
+
 def beside_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     assert mask is not None
@@ -483,6 +507,14 @@ LEFT: dict[str, Callable[..., Tensor]] = {
     "other-tables": other_tables,
     "gathered-by-row": gathered_by_row,
     "interleaved": reversed_pages,
+    "each-page-twice": model(twice(2), MASKS["lt"]),
+    "each-token-twice": model(twice(3), MASKS["lt"]),
+    "all-pages-twice": model(twice(1), MASKS["lt"]),
+    "repeat_interleave": model(
+        lambda cache, table: in_heads(cache[table, ::2].repeat_interleave(2, 2)), MASKS["lt"]
+    ),
+    "a-page-a-slot": model(by_slot, MASKS["lt"]),
+    "fewer-pages-of-keys": fewer_pages_of_keys,
     "filled-with-infinity": filled(-torch.inf),
     # So low that some logits change it, and others do not.
     "filled-with-a-billion": filled(-1e9),
