@@ -34,8 +34,8 @@ from fusion_pass.inductor import InferenceGraphPass, traced_for_inference
 from fusion_pass.insertion import MisfitError
 from fusion_pass.launch import Limits
 from fusion_pass.paged import check
-from fusion_pass.patterns import Decline, GatedAttention, GatedOpaque, Reason, Recognition
-from fusion_pass.profitability import Verdict
+from fusion_pass.patterns import Decline, GatedOpaque, Reason, Recognition
+from fusion_pass.profitability import Judge
 from fusion_pass.report import GraphReport, Site, publish
 
 _logger = logging.getLogger("fusion_pass")
@@ -94,9 +94,10 @@ class GatedAttentionPass(InferenceGraphPass):
             is_inference = traced_for_inference()
         numerics = "eager" if inductor_config.emulate_precision_casts else self.config.numerics
         context = eligibility.Context(graph, self.config, is_inference, numerics, assumed)
+        judge = Judge(self.config, is_assumed=assumed is not None)
         sites = []
         for node in patterns.candidates(graph):
-            sites.append(self._visit(graph, node, context))
+            sites.append(self._visit(node, context, judge))
             if visited is not None:
                 visited(node)
         return GraphReport(tuple(site for site in sites if site is not None))
@@ -117,7 +118,7 @@ class GatedAttentionPass(InferenceGraphPass):
         settings = self.config.cache_key(), check.is_asked_for()
         return source_digest(), versions, settings, gpus, tables, patterns.adapters()
 
-    def _visit(self, graph: Graph, node: Node, context: eligibility.Context) -> Site | None:
+    def _visit(self, node: Node, context: eligibility.Context, judge: Judge) -> Site | None:
         """Fuse the attention at `node`, if it is one and can be; a fault leaves the graph alone."""
         site = None
         try:
@@ -125,7 +126,7 @@ class GatedAttentionPass(InferenceGraphPass):
             if found is None:
                 return None
             site = description.describe(found)
-            return self._fuse(graph, found, site, context)
+            return self._fuse(found, site, context, judge)
         except MisfitError as unknown:
             assert site is not None
             return description.declined(site, Decline(Reason.ATTENTION_LAYOUT, str(unknown)))
@@ -136,7 +137,7 @@ class GatedAttentionPass(InferenceGraphPass):
             return description.faulted(site or description.unknown(node), node, fault)
 
     def _fuse(
-        self, graph: Graph, found: Recognition, site: Site, context: eligibility.Context
+        self, found: Recognition, site: Site, context: eligibility.Context, judge: Judge
     ) -> Site:
         if refusal := eligibility.check_purpose(context) or selfcheck.check():
             return description.declined(site, refusal)
@@ -144,11 +145,11 @@ class GatedAttentionPass(InferenceGraphPass):
         if isinstance(match, Decline):
             return description.declined(site, match)
         if isinstance(match, GatedOpaque):
-            return self._fuse_opaque(graph, match, site, context)
+            return self._fuse_opaque(match, site, context)
         if refusal := eligibility.check(match, context):
             return description.declined(site, refusal)
         match = replace(match, pages=eligibility_opaque.readable_pages(match, context))
-        verdict = self._judge(match, context)
+        verdict = judge(match)
         if not verdict.fuse:
             return description.declined(site, Decline(Reason.UNPROFITABLE, verdict.ground))
         plan = rewrite_paged.plan_paged(match) or rewrite.plan(match)
@@ -156,17 +157,15 @@ class GatedAttentionPass(InferenceGraphPass):
             return description.declined(site, plan)
         lowering.register()
         if isinstance(plan, rewrite_paged.PagedPlan):
-            rewrite_paged.fuse_paged(graph, plan, context.numerics)
+            rewrite_paged.fuse_paged(context.graph, plan, context.numerics)
             ground = f"{verdict.ground}; the pages are read where they are"
             return replace(site, fused=True, ground=ground)
         config = eligibility.kernel_config(match, context)
         fused = description.fused(site, match, verdict.ground, config)
-        rewrite.fuse(graph, plan, context.numerics)
+        rewrite.fuse(context.graph, plan, context.numerics)
         return fused
 
-    def _fuse_opaque(
-        self, graph: Graph, match: GatedOpaque, site: Site, context: eligibility.Context
-    ) -> Site:
+    def _fuse_opaque(self, match: GatedOpaque, site: Site, context: eligibility.Context) -> Site:
         if refusal := eligibility_opaque.check_opaque(match, context):
             return description.declined(site, refusal)
         if self.config.policy == "never":
@@ -175,17 +174,8 @@ class GatedAttentionPass(InferenceGraphPass):
         if isinstance(plan, Decline):
             return description.declined(site, plan)
         lowering.register()
-        rewrite_paged.fuse_opaque(graph, plan, context.numerics)
+        rewrite_paged.fuse_opaque(context.graph, plan, context.numerics)
         return replace(site, fused=True, ground="its operator has a gated form")
-
-    def _judge(self, match: GatedAttention, context: eligibility.Context) -> Verdict:
-        """Whether fusing pays; on an assumed GPU, of which nothing is measured, it does."""
-        policy = self.config.policy
-        table = profitability.table_for(match, self.config)
-        if context.assumed is None or policy != "measured":
-            return profitability.decide(match, policy, table)
-        saving = profitability.structural_saving(match)
-        return Verdict(True, f"structural: {saving}" if saving else profitability.ASSUMED)
 
 
 @functools.cache

@@ -17,7 +17,11 @@ import torch._logging._internal
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.exc import InductorError
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.utils._mode_utils import no_dispatch
 
 if TYPE_CHECKING:
@@ -145,6 +149,15 @@ def empty_fake(
     """What `torch.empty` gives under `mode`, contiguous and without data, less the dispatch."""
     with no_dispatch():
         return FakeTensor(mode, torch.empty(size, dtype=dtype, device="meta"), device)
+
+
+def viewed_fake(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """What `reshape` of a contiguous fake tensor gives, a view of it, less the dispatch."""
+    assert isinstance(tensor, FakeTensor)
+    with in_kernel_invocation_manager(tensor.fake_mode):
+        viewed = tensor.view(size)
+    with no_dispatch():
+        return FakeTensor(tensor.fake_mode, viewed, tensor.fake_device)
 
 
 def compiles_ahead_of_time() -> bool:

@@ -118,11 +118,15 @@ def _call_operator(operator: torch._ops.OpOverload, *operands: Any, **modes: Any
 
 
 def _operand(box: TensorBox) -> Operand:
-    """`box` in memory, with the strides that it really gets: its layout cannot change any more."""
-    from torch._inductor.ir import ExternKernel, InputsKernel, TensorBox
+    """`box` in memory, with the strides that it really gets: its layout cannot change any more.
+
+    They are not padded, for which Inductor looks longer at an operand than all else takes here.
+    """
+    from torch._inductor.ir import ExternKernel, FlexibleLayout, InputsKernel, TensorBox
 
     stored = InputsKernel.unwrap_storage_for_input(ExternKernel.realize_input(box))
-    stored.freeze_layout()
+    if isinstance(stored.get_layout(), FlexibleLayout):
+        stored.freeze_layout_with_exact_strides(stored.get_stride())
     return Operand(
         TensorBox.create(stored),
         tuple(stored.get_size()),
@@ -139,25 +143,31 @@ def _scratch(sizes: dict[str, tuple[Any, ...]], device: torch.device) -> dict[st
 def _empty(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
     """An uninitialised contiguous buffer, for which no kernel runs.
 
-    The lowering of `aten.empty_strided` makes the same in three times the time: it first makes a
+    The lowering of `aten.empty_strided` makes the same in several times the time: it first makes a
     buffer that a kernel fills, and then takes the kernel's work away.
     """
     from torch._inductor import ir
-    from torch._inductor.virtualized import V, ops
+    from torch._inductor.virtualized import V
 
     sizes = [sympy.expand(length) for length in size]
-    nothing = ir.Pointwise(
-        device=device,
-        dtype=dtype,
-        inner_fn=lambda index: ops.constant(0, dtype),
-        ranges=[0] * len(sizes),
-    )
     strides = ir.FlexibleLayout.contiguous_strides(sizes)
     layout = ir.FixedLayout(device, dtype, sizes, strides)
-    buffer = ir.ComputedBuffer(name=None, layout=layout, data=nothing)
+    buffer = _uninitialised()(name=None, layout=layout, inputs=[])
     buffer.name = V.graph.register_buffer(buffer)
     V.graph.register_operation(buffer)
     return ir.TensorBox.create(buffer)
+
+
+@functools.cache
+def _uninitialised() -> Any:
+    """A buffer that nothing computes, and that is allocated all the same."""
+    from torch._inductor.ir import NopKernel
+
+    class Uninitialised(NopKernel):
+        def should_allocate(self) -> bool:
+            return True
+
+    return Uninitialised
 
 
 def _emit(step: Launch) -> None:
@@ -276,7 +286,9 @@ def _labelled(source: str, step: Launch) -> str:
     return source
 
 
-@functools.cache
+_configurations: dict[tuple[int, int, int], Any] = {}
+
+
 def _configured(kernel: Any, num_warps: int, num_stages: int) -> Any:
     """`kernel` with its warps and stages as an autotuner's only choice.
 
@@ -284,5 +296,9 @@ def _configured(kernel: Any, num_warps: int, num_stages: int) -> Any:
     """
     import triton
 
-    config = triton.Config({}, num_warps=num_warps, num_stages=num_stages)
-    return triton.autotune(configs=[config], key=[])(kernel)
+    # By identity: a kernel's own hash is that of its source and of all that it calls.
+    key = id(kernel), num_warps, num_stages
+    if key not in _configurations:
+        config = triton.Config({}, num_warps=num_warps, num_stages=num_stages)
+        _configurations[key] = triton.autotune(configs=[config], key=[])(kernel)
+    return _configurations[key]

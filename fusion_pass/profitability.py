@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,26 @@ class Verdict:
 
     fuse: bool
     ground: str
+
+
+class Judge:
+    """Decides for the attentions of one graph, whose device's table is looked for once.
+
+    Nothing is measured of an assumed GPU: there fusing is taken to pay.
+    """
+
+    def __init__(self, config: Config, *, is_assumed: bool) -> None:
+        self._policy = config.policy
+        self._is_assumed = is_assumed
+        self._table_of = functools.cache(functools.partial(table_for, config=config))
+
+    def __call__(self, match: GatedAttention) -> Verdict:
+        """Whether fusing `match` pays."""
+        table = self._table_of(tensor(match.attention.query.node).device)
+        if not self._is_assumed or self._policy != "measured":
+            return decide(match, self._policy, table)
+        saving = structural_saving(match)
+        return Verdict(True, f"structural: {saving}" if saving else ASSUMED)
 
 
 def decide(match: GatedAttention, policy: str, table: Table | None) -> Verdict:
@@ -109,11 +130,11 @@ def _measured(sizes: Shape, table: Table | None) -> Verdict:
     return Verdict(False, f"{found}, and {table.margin:.2f} times are needed")
 
 
-def table_for(match: GatedAttention, config: Config) -> Table | None:
-    """The table in force for the match's device; None where no table decides."""
+def table_for(device: torch.device, config: Config) -> Table | None:
+    """The table in force for a device; None where no table decides."""
     if config.policy != "measured":
         return None
-    return in_force(device_key(tensor(match.attention.query.node).device), config.table)
+    return in_force(device_key(device), config.table)
 
 
 def identity(config: Config, devices: tuple[str, ...]) -> tuple[str | None, ...]:

@@ -44,7 +44,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eligibility, "device_limits", lambda device: limits)
     ratios = {Shape(16, 2, 256, 1, 4096, 1, mask): 1.5 for mask in MASKS}
     table = Table({}, ratios, "a table of the tests", 1.0, "digest")
-    monkeypatch.setattr(profitability, "table_for", lambda match, config: table)
+    monkeypatch.setattr(profitability, "table_for", lambda device, config: table)
 
 
 @pytest.fixture

@@ -18,12 +18,14 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import lowering as inductor_lowering
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import FixedLayout
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 
 from fusion_pass import launch, lowering
 from fusion_pass.launch import Limits
+from fusion_pass.lowering import _labelled_kernel
 from tests.graphs import fake_mode, symbolic, trace
 
 triton = pytest.importorskip("triton")
@@ -164,6 +166,32 @@ def test_buffers_are_those_of_empty_strided(length: str, monkeypatch: pytest.Mon
     # The name of a symbol is anew in every trace.
     ours, theirs = (re.sub(r"\bs\d+\b", "length", code) for code in codes)
     assert ours == theirs
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_an_operand_is_read_with_the_strides_that_it_gets(padding: bool) -> None:
+    """As Inductor orders them, whether it would have padded them or not."""
+
+    def model(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, mask: Tensor) -> Tensor:
+        value = value.permute(0, 2, 1, 3).sin().permute(0, 2, 1, 3)
+        return decode(query, key.sin(), value, gate, mask)
+
+    # 777 * 40 elements a head are no multiple of the 64 that Inductor pads to.
+    sizes = (2, 16, 1, 40), (2, 2, 777, 40), (2, 2, 777, 40), (2, 1, 16, 40)
+    mode = fake_mode(symbolic=True)
+    with mode:
+        inputs = [torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes]
+        inputs.append(torch.empty(2, 1, 1, 777, dtype=torch.bool, device="cuda"))
+    with (
+        torch._inductor.config.patch(comprehensive_padding=padding),
+        lowered(model, inputs, mode) as graph,
+    ):
+        split, _ = (op.launch for op in graph.operations if isinstance(op, _labelled_kernel()))
+        for operand, axes in (("key", "bhnd"), ("value", "bnhd")):
+            layout = graph.get_buffer(split.arguments[operand].get_name()).get_layout()
+            assert isinstance(layout, FixedLayout)
+            given = [split.arguments[f"stride_{operand[0]}{axis}"] for axis in axes]
+            assert list(layout.stride) == given
 
 
 def test_warps_and_launches_are_as_chosen() -> None:

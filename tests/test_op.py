@@ -90,6 +90,22 @@ def test_a_fake_made_without_the_dispatcher_is_the_same(dynamic: bool, active: b
     assert not mode.shape_env.guards
 
 
+@pytest.mark.parametrize("size", [(3, 1, 32), (3, 32), (96,), (1, 3, 1, 2, 16)])
+def test_a_view_made_without_the_dispatcher_is_the_same(size: tuple[int, ...]) -> None:
+    mode = fake_mode()
+    with mode:
+        result = OP(*(mode.from_tensor(tensor) for tensor in operands(batch=3)), None, **MODES)
+        expected = result.reshape(size)
+    made = inductor.viewed_fake(result, size)
+    assert isinstance(made, FakeTensor)
+    assert made.fake_mode is mode
+    for attribute in ("shape", "dtype", "device", "layout", "requires_grad"):
+        assert getattr(made, attribute) == getattr(expected, attribute)
+    assert made.stride() == expected.stride()
+    # Inductor tells aliases by it.
+    assert made.untyped_storage()._cdata == result.untyped_storage()._cdata
+
+
 def test_cpu_runs_the_reference_for_bfloat16() -> None:
     tensors = operands(dtype=torch.bfloat16)
     mask = MASKS["bool"]()
