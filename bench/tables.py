@@ -60,12 +60,12 @@ def arms(kind: str) -> Callable[[Data], list[str]]:
 
 
 def model(
-    mode: str, only: str | None = None, *, sharded: bool = False
+    mode: str, only: str | None = None, *, largest: int | None = None, sharded: bool = False
 ) -> Callable[[Data], list[str]]:
     """The renderer of decode steps: `mode` is "graph" or "no_graph".
 
-    `only` is a number of live tokens, besides which none is shown; `sharded` takes in models that
-    are spread over several GPUs.
+    `only` is a number of live tokens, besides which none is shown, and `largest` the last capacity;
+    `sharded` takes in models that are spread over several GPUs.
     """
 
     def render(data: Data) -> list[str]:
@@ -73,7 +73,8 @@ def model(
         found = {tuple(cell["shape"].values()): cell for cell in cells}
         batches = sorted({cell["shape"]["B"] for cell in cells})
         names = dict.fromkeys(cell["shape"]["model"] for cell in cells)
-        capacities = sorted({cell["shape"]["capacity"] for cell in cells})
+        sizes = sorted({cell["shape"]["capacity"] for cell in cells})
+        capacities = [size for size in sizes if largest is None or size <= largest]
         rows = []
         for name in names:
             for capacity in capacities:
@@ -145,7 +146,7 @@ TABLES: dict[str, tuple[str, Callable[[Data], list[str]]]] = {
     "masks": ("kernel", arms("masks")),
     "tokens": ("kernel", arms("tokens")),
     "model": ("model", model("graph")),
-    "model-live": ("model", model("graph", "600", sharded=True)),
+    "model-live": ("model", model("graph", "600", largest=32768, sharded=True)),
     "model-no-graph": ("model", model("no_graph")),
     "tensor-parallel": ("model", tensor_parallel),
     "generate": ("model", generate),
