@@ -149,7 +149,7 @@ def _empty(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    sizes = [sympy.expand(length) for length in size]
+    sizes = [sympy.Integer(n) if isinstance(n, int) else sympy.expand(n) for n in size]
     strides = ir.FlexibleLayout.contiguous_strides(sizes)
     layout = ir.FixedLayout(device, dtype, sizes, strides)
     buffer = _uninitialised()(name=None, layout=layout, inputs=[])

@@ -83,7 +83,14 @@ def device_limits(device: torch.device) -> Limits:
         return Limits("cuda", 80, 4, 166912)
     if device.type != "cuda":
         raise Unlaunchable(f"gated_decode_attention runs on cuda and cpu, not on {device.type}")
-    properties = torch.cuda.get_device_properties(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _gpu_limits(index)
+
+
+# Every eager call asks, and torch takes longer to answer than the choice of tiles takes.
+@functools.cache
+def _gpu_limits(index: int) -> Limits:
+    properties = torch.cuda.get_device_properties(index)
     multiprocessors = properties.multi_processor_count
     if torch.version.hip is not None:
         gfx = properties.gcnArchName.split(":")[0]
