@@ -1,6 +1,7 @@
-"""transformers' generate with the fusion: one argument more, and the model unmodified.
+"""transformers' generate with the fusion: two arguments more, and the model unmodified.
 
-On a GPU: a Qwen3.5 with random weights, in bfloat16. On a CPU: a tiny one in float32.
+On a GPU: a Qwen3.5 with random weights, in bfloat16. On a CPU, which pass and transformers must be
+asked for: a tiny one in float32.
 """
 
 from __future__ import annotations

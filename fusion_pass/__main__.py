@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,24 +18,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="decode with a small model, the pass off and on")
     demo.add_argument("--steps", type=int, default=16, help="tokens to decode (default 16)")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=functools.partial(_demo, demo))
     show = commands.add_parser("show", help="a dump's graphs and decisions as one HTML page")
     show.add_argument("folder", type=Path, help="what FUSION_PASS_DUMP named")
     show.add_argument("--output", type=Path, help="the page (default: index.html in the folder)")
-    show.set_defaults(run=_show)
+    show.set_defaults(run=functools.partial(_show, show))
     explain = commands.add_parser(
         "explain", help="what would fuse in a transformers model, and why"
     )
     _add_explain_arguments(explain)
-    explain.set_defaults(run=_explain)
+    explain.set_defaults(run=functools.partial(_explain, explain))
     tune = commands.add_parser("tune", help="measure on this GPU where fusing pays")
     tune.add_argument("--quick", action="store_true", help="six shapes only")
     tune.add_argument("--output", type=Path, help="the table (default: in the user's cache folder)")
     tune.add_argument("--budget", type=float, help="seconds after which no shape is begun")
     tune.set_defaults(run=_tune)
     arguments = parser.parse_args(argv)
-    run: Callable[[argparse.ArgumentParser, argparse.Namespace], int] = arguments.run
-    return run(parser, arguments)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    return run(arguments)
 
 
 def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -70,7 +71,9 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
         "--trust-remote-code", action="store_true", help="run the model's code in the folder"
     )
     parser.add_argument(
-        "--require-all", action="store_true", help="status 1 unless every gated attention fuses"
+        "--require-all",
+        action="store_true",
+        help="status 1 unless there is a gated attention and every one fuses",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--html", type=Path, help="write the table as a page as well")
@@ -104,7 +107,7 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     return 1 if arguments.require_all and not found.all_fused else 0
 
 
-def _tune(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def _tune(arguments: argparse.Namespace) -> int:
     from fusion_pass.tune import BUDGET, run
 
     budget: float | None = arguments.budget

@@ -24,10 +24,12 @@ from fusion_pass.patterns import (
     recognise,
 )
 from fusion_pass.patterns.advice import ADVICE
+from fusion_pass.patterns.gather import GATHERS, trace_pages
 from fusion_pass.patterns.keyvalue import trace_key_value
+from fusion_pass.patterns.layout import same
 from fusion_pass.patterns.mask import trace_mask
 from fusion_pass.patterns.registry import recognise_attention
-from fusion_pass.patterns.trace import has_tensor, tensor
+from fusion_pass.patterns.trace import has_tensor, origins, tensor
 from fusion_pass.provenance import frames, module_path
 from fusion_pass.report import Site, TensorInfo
 from fusion_pass.savings import kernel_plan
@@ -82,27 +84,27 @@ def declined(site: Site, refusal: Decline) -> Site:
 
 
 def faulted(site: Site, node: Node, fault: Exception) -> Site:
-    """`site` as left alone because of `fault`, which the adapter of `node` may have raised."""
+    """`site` as left alone because of `fault`, which may be that of the adapter of `node`."""
     found = declined(site, Decline(Reason.INTERNAL, f"{type(fault).__name__}: {fault}"))
-    if not _raised_by_adapter(node, fault):
+    if not _is_of_adapter(node, fault):
         return found
     remedy = (
-        f"The registered adapter of {node.target} raised {type(fault).__name__}: fix it; "
+        f"The fault is in the registered adapter of {node.target}: fix it; "
         "FUSION_PASS_STRICT=1 raises it."
     )
     return replace(found, remedy=remedy)
 
 
-def _raised_by_adapter(node: Node, fault: Exception) -> bool:
-    """Whether `fault` came out of the adapter that was registered for the operator of `node`."""
+def _is_of_adapter(node: Node, fault: Exception) -> bool:
+    """Whether the adapter of the operator of `node` raised `fault`, or returned what led to it."""
     if str(node.target) not in dict(adapters()):
         return False
     frames = traceback.walk_tb(fault.__traceback__)
     return any(frame.f_code is recognise_attention.__code__ for frame, _ in frames)
 
 
-def other_product(node: Node) -> tuple[Node, Node] | None:
-    """The multiplication of the attention `node` by what is no sigmoid, and that factor.
+def other_product(node: Node) -> Node | None:
+    """The multiplication of the attention `node` by what is no sigmoid.
 
     None unless it is declined for such a factor, and the factor is a tensor.
     """
@@ -116,8 +118,7 @@ def other_product(node: Node) -> tuple[Node, Node] | None:
     while len(arriving.users) == 1:
         (user,) = arriving.users
         if user.target is torch.ops.aten.mul.Tensor:
-            factors = [factor for factor in user.all_input_nodes if factor is not arriving]
-            return (user, factors[0]) if factors else None
+            return user if len(user.all_input_nodes) > 1 else None
         arriving = user
     return None
 
@@ -128,7 +129,21 @@ def fused(site: Site, match: GatedAttention, ground: str, config: LaunchConfig |
     It must be called before the graph is rewritten.
     """
     kernel = kernel_plan(match, config) if config is not None else None
-    return replace(site, fused=True, ground=ground, kernel=kernel)
+    return replace(site, fused=True, ground=f"{ground}{_from_copy(match)}", kernel=kernel)
+
+
+def _from_copy(match: GatedAttention) -> str:
+    """What is added to the ground where K and V are gathered, and read from what was gathered."""
+    *_, first = origins(match.key_value.key)
+    if first.node.target not in GATHERS:
+        return ""
+    attention = match.attention
+    cause = ""
+    if attention.is_causal or not same(attention.sizes.query_tokens, 1):
+        cause = ": a table is read for one query token, and not with is_causal"
+    elif match.pages is None and trace_pages(attention, match.key_value, None) is not None:
+        cause = ": the mask is not plainly a length for each row"
+    return f"; K and V are read from the gathered copy{cause}"
 
 
 def _mask(attention: Attention, outcome: Outcome) -> Mask | ComputedMask | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,12 @@ from fusion_pass.explanation import Explanation
 from fusion_pass.tracing import without_data
 
 _DEFAULT_DTYPE = torch.bfloat16
+_WITHOUT_ATTENTION = {"linear_attention", "mamba", "recurrent", "conv", "moe"}
+"""Kinds of layers, as configs call them, that have no attention over a cache of K and V."""
+_UNKNOWN = "Unrecognized configuration class"
+"""How transformers begins to say that a kind of model does not exist for a config."""
+_LONGEST = 300
+"""Characters of an error of transformers that are told: some list every model there is."""
 
 
 class ModelError(ValueError):
@@ -51,22 +59,42 @@ def explain_model(
         trust_remote_code: run the model's code that lies in the folder.
 
     Raises:
-        ModelError: there is no such config, no causal language model for it, or its decode step
-            fails, as that of a model without any attention layer.
+        ModelError: there is no such config, no causal language model for it, no attention in the
+            layers asked for, no room in the cache for the step, or its decode step fails.
     """
-    config = _shorten(read_config(path, trust_remote_code), layers)
+    if step.query_tokens >= step.capacity:
+        raise ModelError(
+            f"a cache of {step.capacity} tokens, of which one is taken, has no room for a step of "
+            f"{step.query_tokens}: give more --capacity or fewer --query-tokens"
+        )
     place = torch.device("cuda" if device == "cuda" and torch.cuda.is_available() else "cpu")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = without_data(build(config, trust_remote_code), mode, place)
-    try:
-        with torch.no_grad(), mode:
-            arguments = _decode_arguments(model, step, place)
-    except Exception as error:
-        raise ModelError(
-            f"a decode step of the model fails, by itself: {type(error).__name__}: {error}"
-        ) from error
+    with _told(f"no model can be made of {path}"):
+        config = _shorten(read_config(path, trust_remote_code), layers)
+        model = without_data(build(config, trust_remote_code), mode, place)
+    with _told("a decode step of the model fails, by itself"), torch.no_grad(), mode:
+        arguments = _decode_arguments(model, step, place)
     with torch.no_grad():
         return explain(model, device=device, **arguments)
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Makes any error inside a ModelError that says `what` failed.
+
+    What a config may raise is transformers' own, or its model's, under no common class.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{what}: {_brief(error)}") from error
+
+
+def _brief(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
 def read_config(path: Path, trust_remote_code: bool) -> Any:
@@ -82,30 +110,47 @@ def read_config(path: Path, trust_remote_code: bool) -> Any:
     folder = path.parent if path.name == "config.json" else path
     if not path.exists() or (folder.is_dir() and not (folder / "config.json").is_file()):
         raise ModelError(f"{path} is neither a folder with a config.json nor a config file")
-    try:
+    file = folder / "config.json" if folder.is_dir() else path
+    with _told(f"transformers cannot read {path}"):
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        _check_fields(file, fields)
         if folder.is_dir():
             return AutoConfig.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=trust_remote_code
             )
-        fields = json.loads(path.read_text(encoding="utf-8"))
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except Exception as error:
-        # What a config may raise is transformers' own, some of it under no common class.
-        raise ModelError(f"transformers cannot read {path}: {error!r}") from error
+
+
+def _check_fields(file: Path, fields: Any) -> None:
+    """Refuses what can be no config of transformers, and no model of its own code."""
+    import transformers
+
+    if not isinstance(fields, dict):
+        raise ModelError(f"{file} holds a {type(fields).__name__}, not the fields of a config")
+    kind = fields.get("model_type")
+    if "auto_map" in fields:
+        return
+    if not isinstance(kind, str):
+        raise ModelError(f"{file} is no config of a model: it has no model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ModelError(
+            f"transformers {transformers.__version__} knows no model_type {kind!r}, which {file} "
+            "has; a newer one may"
+        )
 
 
 def build(config: Any, trust_remote_code: bool) -> nn.Module:
     """The model of a config on the meta device, in the config's dtype or else bfloat16.
 
     Raises:
-        ModelError: transformers has no model with a language-model head for the config, or its code
-            may not be run or is not on disk.
+        ModelError: transformers has no model with a language-model head for the config, cannot
+            build it, or its code may not be run or is not on disk.
     """
     import transformers
 
     _check_code(config, trust_remote_code)
     dtype = getattr(config, "dtype", None) or _DEFAULT_DTYPE
-    error: Exception | None = None
+    faults: list[Exception] = []
     for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
         try:
             with torch.device("meta"):
@@ -113,9 +158,13 @@ def build(config: Any, trust_remote_code: bool) -> nn.Module:
                     config, dtype=dtype, trust_remote_code=trust_remote_code
                 )
             return model.requires_grad_(False).eval()
-        except ValueError as unknown:
-            error = error or unknown
-    raise ModelError(f"transformers has no language model for {type(config).__name__}: {error}")
+        except Exception as fault:
+            faults.append(fault)
+    name = type(config).__name__
+    for error in faults:
+        if not str(error).startswith(_UNKNOWN):
+            raise ModelError(f"the model of {name} cannot be built: {_brief(error)}") from error
+    raise ModelError(f"transformers has no language model for {name}")
 
 
 def _check_code(config: Any, trust_remote_code: bool) -> None:
@@ -128,22 +177,50 @@ def _check_code(config: Any, trust_remote_code: bool) -> None:
 
 
 def _shorten(config: Any, layers: int | None) -> Any:
-    """`config` with its first layers alone; lists with one entry a layer get as short."""
-    text = config.get_text_config()
-    whole = text.num_hidden_layers
-    if layers is None or layers >= whole:
+    """`config` with its first layers alone; lists with one entry a layer get as short.
+
+    Raises:
+        ModelError: no layer with attention is left, or the config does not count its layers.
+    """
+    if layers is None:
         return config
-    for name, field in list(vars(text).items()):
-        if isinstance(field, list) and len(field) == whole:
-            setattr(text, name, field[:layers])
-    text.num_hidden_layers = layers
+    with _told(
+        f"--layers {layers} cannot be had: {type(config).__name__} does not count its layers"
+    ):
+        text = config.get_text_config()
+        whole = text.num_hidden_layers
+        if layers >= whole:
+            return config
+        first = next(
+            (at for at, kind in enumerate(_kinds(text), 1) if kind not in _WITHOUT_ATTENTION), None
+        )
+        if first is not None and layers < first:
+            raise ModelError(
+                f"--layers {layers} leaves no layer with attention: the first is number {first}"
+            )
+        for name, field in list(vars(text).items()):
+            if isinstance(field, list) and len(field) == whole:
+                setattr(text, name, field[:layers])
+        text.num_hidden_layers = layers
     return config
 
 
+def _kinds(text: Any) -> list[str]:
+    """What each layer is, as the text config calls it; empty where it does not say."""
+    return list(getattr(text, "layer_types", None) or ())
+
+
 def _decode_arguments(model: Any, step: Step, device: torch.device) -> dict[str, Any]:
-    """The arguments of a decode step behind one token a sequence, which fills the static cache."""
+    """The arguments of a decode step behind one token a sequence, which fills the static cache.
+
+    Raises:
+        ModelError: the model has no layer with attention.
+    """
     from transformers import StaticCache
 
+    kinds = set(_kinds(model.config.get_text_config()))
+    if kinds and kinds <= _WITHOUT_ATTENTION:
+        raise ModelError(f"the model has no layer with attention, but {', '.join(sorted(kinds))}")
     names = inspect.signature(model.forward).parameters
     cache = StaticCache(config=model.config, max_cache_len=step.capacity)
     # transformers 5.24 renamed the argument.

@@ -17,7 +17,6 @@ from fusion_pass.explanation import SWITCHED_OFF, ExplainedGraph, ExplainedSite,
 from fusion_pass.graph_pass import GatedAttentionPass
 from fusion_pass.launch import Limits
 from fusion_pass.patterns import Reason, unregistered
-from fusion_pass.patterns.trace import CAST
 from fusion_pass.provenance import frames
 from fusion_pass.report import GraphReport, Site
 from fusion_pass.tracing import original, trace
@@ -27,11 +26,14 @@ _CPU_NAME = "CPU"
 ASSUMED = Limits("cuda", 90, 132, 232448)
 """The GPU that a program is judged for on a machine without one."""
 
-_ASSUMPTIONS = (
+_ASSUMED_GPU = (
     f"There is no GPU here: judged for an {ASSUMED_NAME} (sm_{ASSUMED.arch}, "
-    f"{ASSUMED.multiprocessors} SMs, {ASSUMED.shared_memory} bytes of shared memory a block).",
-    "Traced on CPU tensors: the producer of an SDPA shows as the CPU's; a GPU has its own.",
+    f"{ASSUMED.multiprocessors} SMs, {ASSUMED.shared_memory} bytes of shared memory a block)."
 )
+_CPU_PRODUCER = (
+    "Traced on CPU tensors: the producer of an SDPA shows as the CPU's; a GPU has its own."
+)
+_OF_SDPA = ("cpu-flash", profitability.DECOMPOSED)
 _CPU = (
     "Judged for the CPU, on which nothing is rewritten unless asked for; "
     'device="cuda" judges for a GPU.'
@@ -130,7 +132,8 @@ def explain(
     notes = (
         *(() if fusion.config.enabled else (f"{_OFF}.",)),
         *second,
-        *(_ASSUMPTIONS if assumed else ()),
+        *((_ASSUMED_GPU,) if assumed else ()),
+        *((_CPU_PRODUCER,) if assumed and _may_have_sdpa(graphs) else ()),
         *((_CPU,) if is_unasked else ()),
         *(() if graphs else (_NO_GRAPH,)),
         *remarks,
@@ -175,12 +178,18 @@ def assert_fused(
     raise AssertionError(f"{failed}\n{found}")
 
 
+def _may_have_sdpa(graphs: Sequence[ExplainedGraph]) -> bool:
+    """Whether an attention is what a CPU makes of SDPA, though it may be spelled out."""
+    return any(site.producer in _OF_SDPA for graph in graphs for site in graph.sites)
+
+
 def _remarks(graph: Graph) -> Iterator[str]:
     """What is told of operators that are no attention to the pass."""
-    for name in unregistered(graph):
+    for operator in unregistered(graph):
+        wrapped = ", wrapped so that it returns its result," if operator._schema.is_mutable else ""
         yield (
-            f"{name} is multiplied by a sigmoid, and nobody registered it: if it is an attention, "
-            "fusion_pass.register_attention makes it known."
+            f"{operator} is multiplied by a sigmoid, and nobody registered it: if it is an "
+            f"attention, fusion_pass.register_attention makes it known{wrapped} to the pass."
         )
     for operator in _ALREADY_GATED:
         if graph.find_nodes(op="call_function", target=operator):
@@ -194,21 +203,12 @@ def _explained(graph: Graph, report: GraphReport) -> ExplainedGraph:
 
 
 def _explained_site(nodes: dict[str, Node], site: Site) -> ExplainedSite:
-    told = ExplainedSite(**vars(site), assumed=site.ground == profitability.ASSUMED)
+    told = ExplainedSite(**vars(site), assumed=site.ground.startswith(profitability.ASSUMED))
     if site.reason != Reason.NOT_SIGMOID.value:
         return told
-    multiplied = description.other_product(nodes[site.attention])
-    if multiplied is None:
-        return told
-    product, factor = multiplied
-    computed = factor
-    while computed.target is CAST:
-        computed = computed.all_input_nodes[0]
-    shown = str(computed.target) if computed.op == "call_function" else "an input"
-    detail = site.detail.replace(f"{factor.name} ({factor.target})", shown)
-    calls = frames(product)
-    source = calls[-1].partition(" in ")[0] if calls else None
-    return replace(told, detail=detail, gate_source=source)
+    product = description.other_product(nodes[site.attention])
+    calls = () if product is None else frames(product)
+    return replace(told, gate_source=calls[-1].partition(" in ")[0] if calls else None)
 
 
 def _each_site(

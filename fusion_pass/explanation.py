@@ -23,6 +23,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _HEADINGS = ("attention", "producer", "query", "keys", "mask", "gate", "decision")
 _WITHOUT = {Reason.TRAINING.value: "without gradients", SWITCHED_OFF: "switched on"}
+_MASKED = ", less where the mask hides whole tiles of keys"
 _ASSUMED = "* whether it pays is assumed: decided on the GPU"
 
 
@@ -234,14 +235,18 @@ def _more_fused(site: ExplainedSite) -> list[tuple[str, str]]:
     if kernel is None:
         return more
     config = kernel.config
+    splits = config["num_splits"]
     tiles = (
-        f"{config['num_splits']} splits, tiles of {config['block_m']} rows x "
+        f"{splits} split{'' if splits == 1 else 's'}, tiles of {config['block_m']} rows x "
         f"{config['block_n']} keys, {config['split_warps']} warps, {config['split_stages']} stages"
     )
     more.append(("kernel", tiles))
     before, after = kernel.bytes_before, kernel.bytes_after
     if before is not None and after is not None:
-        more.append(("reads a step", f"{_megabytes(before)} before, {_megabytes(after)} after"))
+        hidden = "" if site.mask_kind in (None, "none") else _MASKED
+        more.append(
+            ("reads a step", f"{_megabytes(before)} before, {_megabytes(after)} after{hidden}")
+        )
     launches = f"{kernel.launches_before} before, {kernel.launches_after} after"
     return [*more, ("launches", launches)]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusion_pass.launch import LaunchConfig
-from fusion_pass.patterns import GatedAttention
+from fusion_pass.launch import LaunchConfig, Operand, fills, scratch_sizes
+from fusion_pass.patterns import ComputedMask, GatedAttention
 from fusion_pass.patterns.layout import Size
 from fusion_pass.patterns.trace import shape, source, tensor
 
@@ -20,7 +20,7 @@ _COPIES = (
     torch.ops.aten.repeat.default,
 )
 _OPERATORS_OF_SPELLED_OUT = 3
-_OURS = 2
+_FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,13 @@ def kernel_plan(match: GatedAttention, config: LaunchConfig) -> KernelPlan:
     """What `config` for `match` is, and what it saves."""
     copies = _copies(match)
     attention = _OPERATORS_OF_SPELLED_OUT if match.attention.producer == "decomposed" else 1
+    scratch = _scratch(match, config)
     return KernelPlan(
         config=dict(vars(config)),
         bytes_before=_bytes_before(match, copies),
-        bytes_after=_bytes_after(match, config),
+        bytes_after=_bytes_after(match, scratch),
         launches_before=len(copies) + attention + 1,
-        launches_after=_OURS,
+        launches_after=2 if scratch else 1,
     )
 
 
@@ -95,16 +96,30 @@ def _bytes_before(match: GatedAttention, copies: list[tuple[Node, Node]]) -> int
     return total
 
 
-def _bytes_after(match: GatedAttention, config: LaunchConfig) -> int | None:
-    sizes = match.attention.sizes
+def _bytes_after(match: GatedAttention, scratch: list[tuple[Size, ...]]) -> int | None:
     read = [match.attention.query, match.key_value.key, match.key_value.value]
     read.append(match.gate.sigmoid.argument)
     nodes = [operand.node for operand in read] + list(match.mask.inputs if match.mask else ())
-    rows = (sizes.batch, sizes.query_heads, sizes.query_tokens)
-    # The reduce kernel reads one partial output in float32, a maximum and a sum of every split.
-    partials = _product((*rows, config.num_splits, _plus(sizes.value_dim, 2), 4))
-    total = _sum(_bytes(node) for node in nodes)
-    return None if total is None or partials is None else total + partials
+    partials = [_product((*size, _FLOAT32)) for size in scratch]
+    return _sum([*map(_bytes, nodes), *partials])
+
+
+def _scratch(match: GatedAttention, config: LaunchConfig) -> list[tuple[Size, ...]]:
+    """Sizes of what the reduce kernel reads of every split, in float32; empty if none runs."""
+    sizes, mask = match.attention.sizes, match.mask
+    query = (sizes.batch, sizes.query_heads, sizes.query_tokens, sizes.head_dim)
+    value = (sizes.batch, match.key_value.heads, sizes.kv_length, sizes.value_dim)
+    dtype = tensor(match.attention.query.node).dtype
+    fill = False
+    if mask is not None:
+        of = mask.dtype if isinstance(mask, ComputedMask) else tensor(mask.operand.node).dtype
+        fill = fills(_operand((), of), mask.fill)
+    scratch = scratch_sizes(config, _operand(query, dtype), _operand(value, dtype), fill=fill)
+    return list(scratch.values())
+
+
+def _operand(size: tuple[Size, ...], dtype: torch.dtype) -> Operand:
+    return Operand(None, size, (), dtype)
 
 
 def _bytes(node: Node) -> int | None:
@@ -123,10 +138,6 @@ def _product(sizes: Iterable[Size]) -> int | None:
             return None
         count *= size
     return count
-
-
-def _plus(size: Any, more: int) -> Any:
-    return size + more if isinstance(size, int) else size
 
 
 def _sum(counts: Any) -> int | None:

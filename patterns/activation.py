@@ -7,22 +7,27 @@ from typing import cast
 
 from torch.fx import Node
 
+from .dropout import is_random
 from .trace import CAST, aten, constant, has_tensor, source
 
+DROPOUT = "dropout"
+_COMPARISONS = (aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar, aten.lt.Scalar)
 _POINTWISE = {
     aten.abs.default,
     aten.add.Tensor,
     aten.clamp.default,
     aten.clamp_max.default,
     aten.clamp_min.default,
+    aten.div.Scalar,
     aten.div.Tensor,
     aten.erf.default,
     aten.exp.default,
     aten.expm1.default,
-    aten.gt.Scalar,
+    *_COMPARISONS,
     aten.log1p.default,
     aten.maximum.default,
     aten.minimum.default,
+    aten.mul.Scalar,
     aten.mul.Tensor,
     aten.neg.default,
     aten.pow.Tensor_Scalar,
@@ -52,6 +57,8 @@ def activation_of(gate: Node) -> str | None:
     "no activation" where nothing but arrangement is between a gate and the operator before it.
     """
     cone = _cone(gate)
+    if any(_drops(before) for node in cone for before in (node, *node.all_input_nodes)):
+        return DROPOUT
     targets = {node.target for node in cone} - {CAST}
     if not targets:
         return _of_root(_plain(gate))
@@ -81,6 +88,8 @@ def _of_root(root: Node) -> str | None:
     """What a gate is that nothing pointwise is done to."""
     if root.target is aten._softmax.default:
         return "softmax"
+    if root.target is getitem and root.all_input_nodes[0].target is aten.native_dropout.default:
+        return DROPOUT
     is_given = root.op in ("placeholder", "get_attr") or root.target in _PROJECTIONS
     return "no activation" if is_given else None
 
@@ -118,6 +127,13 @@ def _cone(gate: Node) -> list[Node]:
             cone[node] = None
             pending += [cast(Node, argument) for argument in node.args if has_tensor(argument)]
     return list(cone)
+
+
+def _drops(node: Node) -> bool:
+    """Whether a value is zero at random, as what dropout multiplies by."""
+    schema = getattr(node.target, "_schema", None)
+    is_drawn = schema is not None and schema.name == "aten::bernoulli"
+    return is_drawn or (node.target in _COMPARISONS and is_random(node))
 
 
 def _root(node: Node) -> Node:

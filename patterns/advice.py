@@ -21,7 +21,7 @@ ADVICE: dict[Reason, Advice] = {
         "Call the compiled function under torch.no_grad() or torch.inference_mode().",
     ),
     Reason.DROPOUT: Advice(
-        "The attention drops weights at random.",
+        "Dropout zeroes weights of the attention, or elements of its output or gate.",
         "Put the model into eval mode, or pass dropout_p=0.0.",
     ),
     Reason.CAUSAL: Advice(
@@ -139,8 +139,8 @@ ADVICE: dict[Reason, Advice] = {
         "Keep the cache in the model's dtype, and the model in one of the three.",
     ),
     Reason.NUMERICS: Advice(
-        'Under numerics="eager" a sigmoid that is spelled out rounds at every step, and a cast of '
-        "the logits to a narrower dtype rounds them.",
+        'Under numerics="eager" a sigmoid that is spelled out rounds at every step, and a cast to '
+        "a narrower dtype rounds the logits or the weights.",
         'Write torch.sigmoid(x), drop the cast, or use numerics="compiled" or "fp32".',
     ),
     Reason.QUERY_TOKENS: Advice(

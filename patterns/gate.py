@@ -8,13 +8,24 @@ from typing import cast
 import torch
 from torch.fx import Node
 
-from .activation import activation_of
+from .activation import DROPOUT, activation_of
 from .attention import Attention
 from .layout import same_shape
 from .paged import OpaqueAttention
 from .reason import Decline, Reason
 from .sigmoid import Sigmoid, sigmoid_behind
-from .trace import CAST, Operand, aten, forward, has_tensor, shape, source, tensor, widened
+from .trace import (
+    CAST,
+    Operand,
+    aten,
+    forward,
+    has_tensor,
+    recast,
+    shape,
+    source,
+    tensor,
+    widened,
+)
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -88,6 +99,8 @@ def _refuse_user(user: Node) -> Decline:
             f"{user.name} ({user.target}) to {list(shape(user))} cuts across batch, heads, query "
             "tokens or head_dim",
         )
+    if user.target is aten.native_dropout.default:
+        return Decline(Reason.DROPOUT, f"{user.name} drops elements of the output at random")
     return Decline(Reason.NO_GATE, f"the output goes to {user.name} ({user.target}), not to a gate")
 
 
@@ -102,12 +115,14 @@ def _other_factor(product: Node, arriving: Node) -> Node | Decline:
 
 def _refuse_activation(gate: Node) -> Decline:
     found = activation_of(gate)
+    while (origin := recast(gate)) is not None:
+        gate = origin
+    computed = gate.target if gate.op == "call_function" else "an input"
+    told = f"the output is multiplied by {gate.name} ({computed})"
+    if found == DROPOUT:
+        return Decline(Reason.DROPOUT, f"{told}, which drops elements at random")
     named = f"the gate is {found}: " if found else ""
-    return Decline(
-        Reason.NOT_SIGMOID,
-        f"{named}the output is multiplied by {gate.name} ({gate.target}), which is not a sigmoid",
-        found,
-    )
+    return Decline(Reason.NOT_SIGMOID, f"{named}{told}, which is not a sigmoid", found)
 
 
 def _rounded(product: Operand) -> Operand:

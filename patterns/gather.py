@@ -39,6 +39,12 @@ SHIFT = -65536.0
 DROWNING = -(2.0**40)
 _INDICES = (torch.int32, torch.int64)
 _BY_TENSORS = (aten.index.Tensor, aten._unsafe_index.Tensor)
+GATHERS = (
+    *_BY_TENSORS,
+    aten.index_select.default,
+    aten.embedding.default,
+    aten.gather.default,
+)
 
 
 @dataclass(frozen=True)

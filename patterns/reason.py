@@ -91,7 +91,7 @@ EXPECTED: dict[Reason, str] = {
     Reason.DEVICE: "a device of the setting devices that the kernels are made for",
     Reason.MIXED_DEVICES: "all operands on one device",
     Reason.DTYPE: "query, K and V in the same one of bfloat16, float16 and float32",
-    Reason.NUMERICS: "torch.sigmoid, and logits that no cast rounds",
+    Reason.NUMERICS: "torch.sigmoid, and no cast inside the attention",
     Reason.QUERY_TOKENS: "1 to 16 query tokens",
     Reason.HEAD_DIM: "a multiple of 8 from 16 to 512",
     Reason.GROUP: "at most 64 query heads to one K/V head",

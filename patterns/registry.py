@@ -44,8 +44,20 @@ def candidates(graph: Graph) -> list[Node]:
 
 
 def recognise_attention(node: Node) -> Attention | OpaqueAttention | Decline | None:
-    """The attention that `node` produces, why it is not understood, or None if it is none."""
-    return _RECOGNISERS[node.target](node) if may_be_attention(node) else None
+    """The attention that `node` produces, why it is not understood, or None if it is none.
+
+    Raises:
+        TypeError: the adapter of its operator returned something else.
+    """
+    if not may_be_attention(node):
+        return None
+    found = _RECOGNISERS[node.target](node)
+    if found is None or isinstance(found, (Attention, OpaqueAttention, Decline)):
+        return found
+    raise TypeError(
+        f"the adapter of {node.target} returned {found!r}; it must return what read_attention or "
+        "read_opaque gives, a Decline, or None"
+    )
 
 
 def register_attention(

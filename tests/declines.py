@@ -281,6 +281,7 @@ GATES = (
     Decline("gate", Reason.NOT_SIGMOID, f"flat({_SDPA}) * torch.tanh(gate)"),
     Decline("gate", Reason.NOT_SIGMOID, f"flat({_SDPA}) * (2 * torch.sigmoid(gate))"),
     Decline("gate", Reason.NOT_SIGMOID, f"flat({_SDPA}) * 0.5"),
+    Decline("gate", Reason.DROPOUT, f"F.dropout(flat({_SDPA}), 0.1) * torch.sigmoid(gate)"),
     Decline("gate", Reason.LEAVES_GRAPH, f"flat({_SDPA})"),
     Decline("gate", Reason.NO_GATE, f"flat({_SDPA}) + torch.sigmoid(gate)"),
     Decline("gate", Reason.OUTPUT_USED, f"(o := flat({_SDPA})) * torch.sigmoid(gate), o"),

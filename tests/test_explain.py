@@ -53,11 +53,13 @@ SIZES = Sizes(
 Program = Callable[..., Tensor]
 
 
-def inputs(device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+def inputs(
+    device: str = "cpu", dtype: torch.dtype = torch.bfloat16, length: int = S
+) -> tuple[Tensor, ...]:
     """Query, K, V, a boolean mask and a gate."""
-    sizes = ((B, H, 1, D), (B, HKV, S, D), (B, HKV, S, D))
+    sizes = ((B, H, 1, D), (B, HKV, length, D), (B, HKV, length, D))
     query, key, value = (torch.zeros(size, dtype=dtype, device=device) for size in sizes)
-    keep = torch.ones(B, 1, 1, S, dtype=torch.bool, device=device)
+    keep = torch.ones(B, 1, 1, length, dtype=torch.bool, device=device)
     return query, key, value, keep, torch.zeros(B, 1, H * D, dtype=dtype, device=device)
 
 
@@ -76,6 +78,12 @@ def unknown(x: Tensor, factor: int) -> Tensor:
 @unknown.register_fake
 def _(x: Tensor, factor: int) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("fusion_pass_tests::unknown_into", mutates_args=("output",))
+def unknown_into(output: Tensor, x: Tensor) -> None:
+    """The same, written to what it is given."""
+    output.copy_(x)
 
 
 def gated_by(activation: Callable[[Tensor], Tensor]) -> Program:
@@ -144,14 +152,37 @@ class TestWhatIsFound:
         assert site.ground == "structural: the mask tells the dead keys of a static cache"
         assert found.all_fused
 
-    def test_bytes_and_launches_of_one_without_copies(self) -> None:
-        kernel = only(explain(program, *inputs(), device="cuda")).kernel
+    @pytest.mark.parametrize(("length", "is_split"), [(S, False), (4096, True)])
+    def test_bytes_and_launches_of_one_without_copies(self, length: int, is_split: bool) -> None:
+        found = explain(program, *inputs(length=length), device="cuda")
+        kernel = only(found).kernel
         assert kernel is not None
-        once = 2 * (B * H * D) + 2 * 2 * (B * HKV * S * D) + B * S + 2 * (B * H * D)
+        splits = kernel.config["num_splits"]
+        assert (splits > 1) is is_split
+        assert f"kernel: {splits} split{'s' if is_split else ''}, tiles" in str(found)
+        assert re.search(r"reads a step: .* after, less where the mask hides whole", str(found))
+        once = 2 * (B * H * D) + 2 * 2 * (B * HKV * length * D) + B * length + 2 * (B * H * D)
         assert kernel.bytes_before == once + 2 * (B * H * D)
-        partials = B * H * kernel.config["num_splits"] * (D + 2) * 4
-        assert kernel.bytes_after == once + partials
-        assert (kernel.launches_before, kernel.launches_after, kernel.launches_saved) == (2, 2, 0)
+        partials = B * H * splits * (D + 2) * 4
+        assert kernel.bytes_after == once + is_split * partials
+        launches = 1 + is_split
+        assert (kernel.launches_before, kernel.launches_after) == (2, launches)
+        assert kernel.launches_saved == 2 - launches
+
+    @pytest.mark.parametrize("fill", [float("-inf"), -65504.0])
+    def test_a_finite_fill_needs_the_second_launch(self, fill: float) -> None:
+        def filled(*operands: Tensor) -> Tensor:
+            query, key, value, keep, gate = operands
+            bias = torch.where(keep, 0.0, fill).to(query.dtype)
+            return program(query, key, value, bias, gate)
+
+        kernel = only(explain(filled, *inputs(dtype=torch.float16), device="cuda")).kernel
+        assert kernel is not None
+        assert kernel.config["num_splits"] == 1
+        once = 2 * 2 * (B * H * D) + 2 * 2 * (B * HKV * S * D) + B * S
+        is_finite = fill != float("-inf")
+        assert kernel.launches_after == 1 + is_finite
+        assert kernel.bytes_after == once + is_finite * B * H * (D + 2) * 4
 
     def test_bytes_and_launches_of_repeated_k_and_v(self) -> None:
         def repeating(*operands: Tensor) -> Tensor:
@@ -169,7 +200,38 @@ class TestWhatIsFound:
         stored = 2 * 2 * (B * HKV * S * D)
         assert kernel.bytes_before == plain.bytes_before + (H // HKV) * stored
         assert kernel.bytes_after == plain.bytes_after
-        assert kernel.launches_saved == 2
+        assert kernel.launches_saved == 3
+
+    @pytest.mark.parametrize(
+        ("case", "told"),
+        [
+            ("length", "the pages are read where they are"),
+            (
+                "window",
+                "read from the gathered copy: the mask is not plainly a length for each row",
+            ),
+            ("tokens", "gathered copy: a table is read for one query token"),
+            ("tables", "read from the gathered copy"),
+        ],
+    )
+    def test_which_is_read_of_pages_and_their_copy(self, case: str, told: str) -> None:
+        def gathered(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+            tables = table, table.flip(1) if case == "tables" else table
+            key, value = (cache[which].flatten(1, 2).transpose(1, 2) for which in tables)
+            position = torch.arange(key.shape[2])
+            keep = position < lengths
+            if case == "window":
+                keep = (lengths - position) > 0
+            output = F.scaled_dot_product_attention(query, key, value, keep, enable_gqa=True)
+            return output * torch.sigmoid(query)
+
+        tokens = 2 if case == "tokens" else 1
+        operands = torch.zeros(B, H, tokens, D), torch.zeros(6, 8, HKV, D)
+        indices = torch.zeros(B, 3, dtype=torch.int64), torch.ones(B, 1, 1, 1, dtype=torch.int64)
+        site = only(explain(gathered, *operands, *indices, device="cuda"))
+        assert site.fused
+        assert told in site.ground
+        assert ("read from" in site.ground) != ("the pages are read" in site.ground)
 
     def test_modules_by_their_path(self) -> None:
         model = Decoder(SIZES).to(torch.bfloat16)
@@ -208,12 +270,42 @@ class TestWhatIsFound:
         site = only(explain(gated_by(activation), *inputs(), device="cuda"))
         assert (site.reason, site.gate_kind) == ("gate-not-sigmoid", name)
         assert site.detail.startswith(f"the gate is {name}: " if name else "the output is")
-        assert re.search(r"multiplied by (aten\.[\w.]+|an input), which is no", site.detail)
+        assert re.search(r"multiplied by \w+ \((aten\.[\w.]+|an input)\), which is no", site.detail)
         assert site.expected == "sigmoid(gate)"
         assert site.remedy
         # What would be read is known all the same.
         assert site.tensors["key"].shape == (B, HKV, S, D)
         assert site.mask_kind == "boolean"
+
+    @pytest.mark.parametrize("fallback", [False, True])
+    @pytest.mark.parametrize(
+        "dropped",
+        [
+            lambda output, gate: F.dropout(output, 0.1) * torch.sigmoid(gate),
+            lambda output, gate: output * F.dropout(torch.sigmoid(gate), 0.1),
+            lambda output, gate: F.dropout1d(output, 0.1) * torch.sigmoid(gate),
+            lambda output, gate: F.alpha_dropout(output, 0.1, training=True) * torch.sigmoid(gate),
+        ],
+    )
+    def test_dropout_of_output_or_gate(
+        self,
+        dropped: Callable[[Tensor, Tensor], Tensor],
+        fallback: bool,
+    ) -> None:
+        def program(*operands: Tensor) -> Tensor:
+            return dropped(attend(*operands[:4]), operands[4])
+
+        with torch._inductor.config.patch(fallback_random=fallback):
+            site = only(explain(program, *inputs(), device="cuda"))
+        assert (site.reason, site.expected) == ("dropout", "no dropout")
+        assert "at random" in site.detail
+        assert "eval mode" in (site.remedy or "")
+
+    def test_dropout_inside_the_gates_sigmoid_is_no_matter(self) -> None:
+        def program(*operands: Tensor) -> Tensor:
+            return attend(*operands[:4]) * torch.sigmoid(F.dropout(operands[4], 0.1))
+
+        assert only(explain(program, *inputs(), device="cuda")).fused
 
     def test_the_line_of_another_gate(self) -> None:
         def program(*operands: Tensor) -> Tensor:
@@ -310,6 +402,16 @@ class TestWhatIsFound:
         assert len(named) == is_gated
         assert all("fusion_pass.register_attention" in note for note in named)
 
+    def test_one_that_writes_to_its_argument(self) -> None:
+        def program(x: Tensor, gate: Tensor) -> Tensor:
+            output = torch.empty_like(x)
+            unknown_into(output, x)
+            return output.transpose(0, 1) * torch.sigmoid(gate).t()
+
+        found = explain(program, torch.ones(3, 4), torch.ones(3, 4), device="cuda")
+        (told,) = [note for note in found.notes if "fusion_pass_tests.unknown_into.def" in note]
+        assert "register_attention makes it known, wrapped so that it returns its result" in told
+
     @pytest.mark.parametrize("is_gated", [True, False])
     def test_a_gate_that_the_program_gives_to_the_operator(self, is_gated: bool) -> None:
         def program(query: Tensor, cache: Tensor, table: Tensor, gate: Tensor) -> Tensor:
@@ -324,6 +426,7 @@ class TestWhatIsFound:
         with torch.no_grad():
             found = explain(program, query, cache, table, query, device="cuda")
         assert found.fused == (not is_gated)
+        assert not any("SDPA" in note for note in found.notes)
         told = "gated_paged_decode_attention.default is called by the program itself"
         assert any(told in note for note in found.notes) == is_gated
         # The line is the program's, not one of fusion_pass's own.
@@ -442,6 +545,7 @@ def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 class TestFaults:
     OP = torch.ops.fusion_pass_tests.explained.default
+    TOLD = "The fault is in the registered adapter of fusion_pass_tests.explained.default: fix it"
 
     @pytest.fixture(autouse=True)
     def _unregister(self) -> Iterator[None]:
@@ -463,8 +567,15 @@ class TestFaults:
 
         site = self.explain(adapter)
         assert (site.reason, site.detail) == ("internal-fault", "KeyError: 'window'")
-        told = "The registered adapter of fusion_pass_tests.explained.default raised KeyError: fix"
-        assert (site.remedy or "").startswith(told)
+        assert (site.remedy or "").startswith(self.TOLD)
+
+    @pytest.mark.parametrize("returned", [3, Attention, (None,), False])
+    def test_an_adapter_that_returns_no_attention_is_named(self, returned: Any) -> None:
+        site = self.explain(lambda node: returned)
+        assert site.reason == "internal-fault"
+        assert site.detail.startswith("TypeError: the adapter of fusion_pass_tests.explained.")
+        assert f"returned {returned!r}; it must return what read_attention" in site.detail
+        assert (site.remedy or "").startswith(self.TOLD)
 
     def test_an_adapter_is_not_blamed_for_what_follows_it(
         self, monkeypatch: pytest.MonkeyPatch

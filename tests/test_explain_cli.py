@@ -111,19 +111,41 @@ def test_an_html_file_in_no_folder_is_refused_at_once(
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "layers", "said"),
     [
-        ({"model_type": "qwen3_next", "hidden_size": "a"}, "transformers cannot read"),
-        ({"model_type": "qwen3_next", "num_hidden_layers": 2, "num_experts": 0}, "decode step"),
+        ([], None, "holds a list, not the fields of a config"),
+        ({}, None, "it has no model_type"),
+        ({"model_type": 3}, None, "it has no model_type"),
+        ({"model_type": "no such model"}, None, "knows no model_type 'no such model'"),
+        ({"model_type": "qwen3_next", "hidden_size": "a"}, None, "transformers cannot read"),
+        ({"model_type": "llama", "num_attention_heads": 0}, None, "transformers cannot read"),
+        ({"model_type": "llama", "auto_map": ["x"]}, None, "no model can be made of"),
+        ({"model_type": "llama", "vocab_size": -1}, None, "LlamaConfig cannot be built"),
+        ({"model_type": "resnet"}, None, "no language model for ResNetConfig"),
+        ({"model_type": "resnet"}, 1, "--layers 1 cannot be had: ResNetConfig does not count"),
+        ({"model_type": "vit"}, 1, "no language model for ViTConfig"),
+        ({"model_type": "musicgen"}, 1, "--layers 1 cannot be had"),
+        ({"model_type": "qwen3_next"}, 2, "no layer with attention: the first is number 4"),
+        ({"model_type": "mamba", "num_hidden_layers": 2}, None, "has no layer with attention"),
+        ({"model_type": "llama", "num_key_value_heads": 3}, 1, "a decode step of the model fails"),
     ],
 )
 def test_a_config_that_makes_no_model_is_an_error_in_words(
-    config: dict[str, object], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    config: object,
+    layers: int | None,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit):
-        main(["explain", "--model", str(tmp_path)])
-    assert said in capsys.readouterr().err
+    shortened = () if layers is None else ("--layers", str(layers))
+    with pytest.raises(SystemExit) as exit_:
+        main(["explain", "--model", str(tmp_path), *shortened])
+    assert exit_.value.code == 2
+    usage, _, error = capsys.readouterr().err.partition("error: ")
+    assert said in error
+    assert len(error) < 500
+    assert "explain [-h] --model MODEL" in usage
 
 
 def test_a_silu_gated_copy_of_qwen(silu_gated: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,6 +181,7 @@ def test_a_model_without_gates_meets_no_demand(
         (("--model", "/no/such/folder"), "neither a folder with a config.json nor"),
         (("--model", ".", "--batch", "0"), "--batch 0: it must be at least 1"),
         (("--model", ".", "--query-tokens", "-1"), "--query-tokens -1"),
+        (("--model", ".", "--query-tokens", "8", "--capacity", "8"), "no room for a step of 8"),
         ((), "--model"),
     ],
 )
@@ -168,7 +191,9 @@ def test_bad_arguments(
     with pytest.raises(SystemExit) as exit_:
         main(["explain", *arguments])
     assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "explain [-h] --model MODEL" in printed
 
 
 @pytest.mark.parametrize("text", ["{}", "not json", '{"model_type": "no such model"}'])

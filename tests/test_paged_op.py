@@ -290,8 +290,22 @@ INVALID: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = 
         "pages of no token",
     ),
     "gate shape": (derived("gate", lambda t: t[..., :3]), ValueError, "gate of shape"),
+    "shape of a gate with fewer dimensions": (
+        derived("gate", lambda t: t.flatten(1)),
+        ValueError,
+        rf"gate of shape \(3, \d+\) does not broadcast to \(3, {HEADS}, ",
+    ),
     "sinks shape": (changed(sinks=torch.ones(3)), ValueError, "sinks has"),
-    "lengths shape": (derived("kv_lengths", lambda t: t[:2]), ValueError, "kv_lengths has"),
+    "lengths shape": (
+        derived("kv_lengths", lambda t: t[:2]),
+        ValueError,
+        "kv_indptr delimits 3 requests, and kv_lengths has 2 entries: give one a request",
+    ),
+    "table of fewer rows": (
+        lambda: {**as_table(operands()), "kv_indices": as_table(operands())["kv_indices"][:2]},
+        ValueError,
+        "kv_indices, a block table, has 2 rows, and kv_lengths has 3 entries: give one a request",
+    ),
     "empty indptr": (derived("kv_indptr", lambda t: t[:0]), ValueError, "kv_indptr is empty"),
     "table without lengths": (
         lambda: {**as_table(operands()), "kv_lengths": None},

@@ -321,6 +321,47 @@ def test_a_phone_shows_all_without_scrolling_sideways(tab: Browser, pixels: int)
         assert drawn >= 11
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of one attention, declined for a gate that is joined from many parts."""
+
+    def forward(*operands: Tensor) -> Tensor:
+        query, key, value, _, gate = operands
+        times = query.shape[1] // key.shape[1]
+        repeated = [x.repeat_interleave(times, 1) for x in (key, value)]
+        attended = merge_heads(attend("cpu-flash", query, *repeated, None))
+        parts = [part * 2 for part in gate[..., : attended.shape[-1]].chunk(16, -1)]
+        return attended * F.silu(torch.cat(parts, -1))
+
+    folder = tmp_path_factory.mktemp("wide")
+    with fake_mode():
+        module = trace(forward, *qwen_inputs(CPU))
+    GatedAttentionPass(devices=("cpu",), dump=str(folder), strict=True)(module.graph, True)
+    write_page(folder, folder / "index.html")
+    return folder / "index.html"
+
+
+@pytest.mark.parametrize("pixels", [400, 1000, 1500])
+def test_a_wide_drawing_scrolls_inside_its_cell(browser: Browser, wide: Path, pixels: int) -> None:
+    browser.resize(pixels, 900)
+    browser.open(wide)
+    drawn, room = browser.run(
+        "[document.querySelector('.detail svg').getBoundingClientRect().width,"
+        " document.querySelector('.detail .scroll').clientWidth]"
+    )
+    assert drawn > 1500 > room
+    needed, has = width(browser)
+    assert needed <= has == pixels
+    cells = browser.run(
+        "[...document.querySelectorAll('th, td')].filter((cell) => cell.offsetParent)"
+        ".map((cell) => [cell.getBoundingClientRect().right, cell.scrollWidth - cell.clientWidth])"
+    )
+    assert len(cells) > 5
+    for right, hidden in cells:
+        assert right <= needed
+        assert hidden <= 0
+
+
 def brightness(tab: Browser, selector: str, what: str) -> float:
     """From 0, black, to 255, white."""
     color: str = tab.run(f"getComputedStyle(document.querySelector({json.dumps(selector)})).{what}")

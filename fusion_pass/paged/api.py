@@ -115,7 +115,7 @@ def paged_decode_attention(
         modes = replace(modes, numerics=numerics, sigmoid_dtype=sigmoid_dtype, dtype=dtype)
     elif numerics != "compiled" or sigmoid_dtype is not None or dtype is not None:
         raise ValueError("numerics, sigmoid_dtype and dtype are the gate's: give a gate with them")
-    validate(operands, modes)
+    validate(operands, modes, None if gate is None else gate.shape)
     if check_indices:
         check.check_indices(operands, modes)
     return _call(operands, modes)

@@ -26,14 +26,17 @@ _DIMS = {
 _INDEX_OPERANDS = ("kv_indices", "kv_indptr", "kv_lengths", "query_indptr")
 
 
-def validate(operands: PagedOperands[Tensor], modes: PagedModes) -> None:
+def validate(
+    operands: PagedOperands[Tensor], modes: PagedModes, gate_shape: tuple[int, ...] | None = None
+) -> None:
     """Raise TypeError or ValueError, naming the operand, unless the operators are defined on these.
 
-    Sizes are compared only where both are known, so that symbolic ones get no guard.
+    Sizes are compared only where both are known, so that symbolic ones get no guard. `gate_shape`
+    is the gate's as the caller gave it, if that is another.
     """
     _validate_tensors(operands)
     _validate_dtypes(operands, modes)
-    _validate_sizes(operands)
+    _validate_sizes(operands, gate_shape)
     _validate_requests(operands, modes)
     if not 0 <= modes.window < 2**63:
         raise ValueError(
@@ -79,7 +82,7 @@ def _validate_dtypes(operands: PagedOperands[Tensor], modes: PagedModes) -> None
             raise TypeError(f"{name} must be int32 or int64, not {tensor.dtype}")
 
 
-def _validate_sizes(operands: PagedOperands[Tensor]) -> None:
+def _validate_sizes(operands: PagedOperands[Tensor], gate_shape: tuple[int, ...] | None) -> None:
     tokens, query_heads, head_dim = operands.query.shape
     pages, page_size, kv_heads, _ = operands.k_cache.shape
     value_dim = operands.v_cache.shape[3]
@@ -96,7 +99,8 @@ def _validate_sizes(operands: PagedOperands[Tensor]) -> None:
         _differ(size, 1) and _differ(size, whole)
         for size, whole in zip(gate.shape, full, strict=True)
     ):
-        raise ValueError(f"gate of shape {tuple(gate.shape)} does not broadcast to {full}")
+        given = tuple(gate.shape if gate_shape is None else gate_shape)
+        raise ValueError(f"gate of shape {given} does not broadcast to {full}")
 
 
 def _validate_requests(operands: PagedOperands[Tensor], modes: PagedModes) -> None:
@@ -104,8 +108,13 @@ def _validate_requests(operands: PagedOperands[Tensor], modes: PagedModes) -> No
     if indptr is None and lengths is None:
         raise ValueError("a block table (no kv_indptr) needs kv_lengths")
     requests = operands.kv_indices.shape[0] if indptr is None else _count("kv_indptr", indptr)
-    if lengths is not None:
-        _expect("kv_lengths", lengths, (requests,))
+    if lengths is not None and _differ(lengths.shape[0], requests):
+        listed = f"kv_indptr delimits {requests} requests"
+        if indptr is None:
+            listed = f"kv_indices, a block table, has {requests} rows"
+        raise ValueError(
+            f"{listed}, and kv_lengths has {lengths.shape[0]} entries: give one a request"
+        )
     if not 1 <= modes.max_query_tokens <= MOST_QUERY_TOKENS:
         raise ValueError(
             f"max_query_tokens must be 1 to {MOST_QUERY_TOKENS}, not {modes.max_query_tokens}"
