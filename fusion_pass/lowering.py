@@ -167,6 +167,10 @@ def _uninitialised() -> Any:
         def should_allocate(self) -> bool:
             return True
 
+        def get_free_symbol_uses(self, unbacked_only: bool = False) -> Any:
+            # It must not be allocated before its size is known.
+            return self.layout.get_free_symbol_uses(unbacked_only)
+
     return Uninitialised
 
 

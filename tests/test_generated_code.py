@@ -124,9 +124,11 @@ def lowered(
         yield graph
 
 
-def generated(inputs: list[Tensor], mode: FakeTensorMode) -> str:
-    """The wrapper that Inductor writes for the operator on these inputs."""
-    with lowered(decode, inputs, mode) as graph:
+def generated(
+    inputs: list[Tensor], mode: FakeTensorMode, model: Callable[..., Tensor] = decode
+) -> str:
+    """The wrapper that Inductor writes for the operator, or `model`, on these inputs."""
+    with lowered(model, inputs, mode) as graph:
         code: Any = graph.codegen()[0]
     return getattr(code, "value", code)
 
@@ -153,15 +155,32 @@ def test_it_launches_the_kernels_itself(length: str) -> None:
     assert rest == ["2, 1, 16, 256"]
 
 
-@pytest.mark.parametrize("length", ["static", "dynamic"])
-def test_buffers_are_those_of_empty_strided(length: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def of_counted_rows(
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor, mask: Tensor
+) -> Tensor:
+    """How many rows there are is known once the GPU has counted them."""
+    rows = torch.ops.prims.convert_element_type.default(query.sum(), torch.int64).item()
+    torch._check(rows >= 2)
+    torch._check(rows <= 8)
+    return decode(*(x.narrow(0, 0, rows) for x in (query, key, value, gate, mask)))
+
+
+@pytest.mark.parametrize("case", ["static", "dynamic", "unbacked"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_buffers_are_those_of_empty_strided(
+    case: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def by_lowering(size: Any, dtype: torch.dtype, device: torch.device) -> Any:
         return inductor_lowering.empty_strided(list(size), None, dtype=dtype, device=device)
 
+    model = of_counted_rows if case == "unbacked" else decode
+    settings = {"graph_partition": graphs, "triton.cudagraphs": graphs}
     codes = []
     for _ in range(2):
         mode = fake_mode(symbolic=True)
-        codes.append(generated(operands(mode, dynamic=length == "dynamic"), mode))
+        inputs = operands(mode, dynamic=case == "dynamic", batch=8)
+        with torch._inductor.config.patch(settings):
+            codes.append(generated(inputs, mode, model))
         monkeypatch.setattr(lowering, "_empty", by_lowering)
     # The name of a symbol is anew in every trace.
     ours, theirs = (re.sub(r"\bs\d+\b", "length", code) for code in codes)
