@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config
 import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -225,6 +226,27 @@ def test_cuda_graph_trees_are_not_skipped() -> None:
             assert launches(step, hidden, position) == ONCE
     assert counters["fusion_pass"] == {"fused": 2}
     assert not counters["inductor"]["cudagraph_skips"]
+
+
+def of_counted_rows(*held: Tensor) -> Tensor:
+    """The attention of as many rows of a batch as are `True` in the last operand."""
+    *whole, active = held
+    rows = int(active.sum().item())
+    torch._check(rows >= 2)
+    torch._check(rows <= 8)
+    return gated(*(x.narrow(0, 0, rows) for x in whole))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_gpu_counts_the_rows(graphs: bool) -> None:
+    """How large a buffer is is known in the middle of the step, and so of its graphs."""
+    step, held = compiled(of_counted_rows, **{"triton.cudagraphs": graphs}), inputs(batch=8)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for rows in (3, 8, 2, 3, 3):
+            active = torch.arange(8, device="cuda") < rows
+            check(step(*held, active), of_counted_rows, *held, active)
+    assert counters["fusion_pass"] == {"fused": 1}
 
 
 # Streams and devices.
