@@ -94,6 +94,19 @@ def check(match: GatedAttention, context: Context) -> Decline | None:
     return None
 
 
+def _out_of_place(match: GatedAttention, context: Context) -> Decline | None:
+    """Only an adapter can name an operand that is not there yet, or is another graph's."""
+    product = match.gate.product.node
+    for node in operands(match):
+        if node.graph is not context.graph or not node < product:
+            return Decline(
+                Reason.ATTENTION_LAYOUT,
+                f"{node.name}, which {match.attention.producer} names as an operand, is not "
+                f"computed before {product.name}",
+            )
+    return None
+
+
 def _mixed_devices(match: GatedAttention, context: Context) -> Decline | None:
     devices = sorted({str(tensor(node).device) for node in operands(match)})
     if len(devices) == 1:
@@ -279,6 +292,7 @@ def _mutation(match: GatedAttention, context: Context) -> Decline | None:
 
 
 _GUARDS: tuple[Callable[[GatedAttention, Context], Decline | None], ...] = (
+    _out_of_place,
     _mixed_devices,
     _dtype,
     _mask_dtype,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchRuntimeError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion_pass.explainer import explain
@@ -74,8 +75,11 @@ def explain_model(
         model = without_data(build(config, trust_remote_code), mode, place)
     with _told("a decode step of the model fails, by itself"), torch.no_grad(), mode:
         arguments = _decode_arguments(model, step, place)
-    with torch.no_grad():
-        return explain(model, device=device, **arguments)
+    try:
+        with torch.no_grad():
+            return explain(model, device=device, **arguments)
+    except TorchRuntimeError as error:
+        raise ModelError(f"a decode step of the model fails, by itself: {_brief(error)}") from error
 
 
 @contextlib.contextmanager

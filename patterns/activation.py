@@ -7,11 +7,10 @@ from typing import cast
 
 from torch.fx import Node
 
-from .dropout import is_random
+from .dropout import COMPARISONS, is_random
 from .trace import CAST, aten, constant, has_tensor, source
 
 DROPOUT = "dropout"
-_COMPARISONS = (aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar, aten.lt.Scalar)
 _POINTWISE = {
     aten.abs.default,
     aten.add.Tensor,
@@ -23,7 +22,7 @@ _POINTWISE = {
     aten.erf.default,
     aten.exp.default,
     aten.expm1.default,
-    *_COMPARISONS,
+    *COMPARISONS,
     aten.log1p.default,
     aten.maximum.default,
     aten.minimum.default,
@@ -57,7 +56,8 @@ def activation_of(gate: Node) -> str | None:
     "no activation" where nothing but arrangement is between a gate and the operator before it.
     """
     cone = _cone(gate)
-    if any(_drops(before) for node in cone for before in (node, *node.all_input_nodes)):
+    inside = [_plain(gate), *(before for node in cone for before in (node, *node.all_input_nodes))]
+    if any(map(_drops, inside)):
         return DROPOUT
     targets = {node.target for node in cone} - {CAST}
     if not targets:
@@ -133,7 +133,7 @@ def _drops(node: Node) -> bool:
     """Whether a value is zero at random, as what dropout multiplies by."""
     schema = getattr(node.target, "_schema", None)
     is_drawn = schema is not None and schema.name == "aten::bernoulli"
-    return is_drawn or (node.target in _COMPARISONS and is_random(node))
+    return is_drawn or (node.target in COMPARISONS and is_random(node))
 
 
 def _root(node: Node) -> Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import getitem
 from typing import cast
 
 import torch
@@ -9,34 +10,55 @@ from torch.fx import Node
 
 from .reason import Decline, Reason
 from .softmax import softmax_behind
-from .trace import aten, has_tensor, recast, scaling, source
+from .trace import aten, constant, has_tensor, recast, scaling, source
 
 # By their schemas: Inductor registers its own when it is imported, which need not be yet.
 _DRAWS = ("prims::inductor_random", "aten::rand", "aten::rand_like", "aten::bernoulli")
-_OF_DRAWS = (
+COMPARISONS = (
     aten.gt.Scalar,
     aten.ge.Scalar,
     aten.lt.Scalar,
     aten.le.Scalar,
+    aten.gt.Tensor,
+    aten.ge.Tensor,
+    aten.lt.Tensor,
+    aten.le.Tensor,
+)
+_OF_DRAWS = (
+    *COMPARISONS,
+    aten.logical_not.default,
     torch.ops.prims.convert_element_type.default,
 )
 
 
 def dropped(node: Node) -> Decline | None:
     """The refusal of softmax weights that dropout thins out; None of anything else."""
+    by: Node | None = None
     while has_tensor(node):
         origin = source(node) or recast(node)
         if origin is None and scaling(node) is not None:
             origin = cast(Node, node.args[0])
+        if origin is None and (origin := _thinned(node)) is not None:
+            by = by or node
         if origin is None:
             break
         node = origin
-    if node.target is not aten.mul.Tensor or not all(map(has_tensor, node.args)):
+    if by is None or softmax_behind(node) is None:
         return None
-    kept, weights = cast(tuple[Node, Node], node.args)
-    for drawn, thinned in ((kept, weights), (weights, kept)):
-        if is_random(drawn) and softmax_behind(thinned) is not None:
-            return Decline(Reason.DROPOUT, f"{node.name} drops weights at random")
+    return Decline(Reason.DROPOUT, f"{by.name} drops weights at random")
+
+
+def _thinned(node: Node) -> Node | None:
+    """What `node` keeps at random, and zeroes elsewhere; None if it does no such thing."""
+    if node.target is aten.mul.Tensor and all(map(has_tensor, node.args)):
+        first, second = cast(tuple[Node, Node], node.args)
+        return second if is_random(first) else first if is_random(second) else None
+    if node.target is aten.where.self and is_random(cast(Node, node.args[0])):
+        chosen = [value for value in node.args[1:] if constant(value) is None]
+        return cast(Node, chosen[0]) if len(chosen) == 1 and has_tensor(chosen[0]) else None
+    if node.target is getitem and node.args[1] == 0:
+        (call,) = node.all_input_nodes
+        return cast(Node, call.args[0]) if call.target is aten.native_dropout.default else None
     return None
 
 

@@ -79,7 +79,8 @@ def read_attention(
 
 def _sizes(query: object, key: object, value: object) -> Sizes | None:
     operands = [node for node in (query, key, value) if isinstance(node, Node)]
-    if not all(has_tensor(node) and len(shape(node)) == 4 for node in operands):
+    is_whole = len(operands) == 3
+    if not is_whole or not all(has_tensor(node) and len(shape(node)) == 4 for node in operands):
         return None
     (batch, heads, tokens, head_dim), (_, _, length, _), (*_, value_dim) = map(shape, operands)
     for node in operands[1:]:
@@ -123,7 +124,12 @@ def _stored(sizes: Sizes, node: Node) -> Layout:
 def _scale(given: Any, head_dim: Size) -> float | None:
     if given is None:
         return 1 / math.sqrt(head_dim) if isinstance(head_dim, int) else None
-    return float(given) if isinstance(given, (int, float)) else None
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        return None
+    try:
+        return float(given)
+    except OverflowError:
+        return None
 
 
 def _mask(sizes: Sizes, node: Any) -> Mask | Decline | None:

@@ -18,6 +18,7 @@ from .decomposed import recognise_decomposed
 from .flex import recognise_flex
 from .fused import FUSED
 from .logits import MATMULS
+from .outcome import checked
 from .paged import OpaqueAttention, check_gated, read_opaque, recognise_paged
 from .reason import Decline
 
@@ -48,16 +49,12 @@ def recognise_attention(node: Node) -> Attention | OpaqueAttention | Decline | N
 
     Raises:
         TypeError: the adapter of its operator returned something else.
+        ValueError: it returned what cannot be.
     """
     if not may_be_attention(node):
         return None
     found = _RECOGNISERS[node.target](node)
-    if found is None or isinstance(found, (Attention, OpaqueAttention, Decline)):
-        return found
-    raise TypeError(
-        f"the adapter of {node.target} returned {found!r}; it must return what read_attention or "
-        "read_opaque gives, a Decline, or None"
-    )
+    return checked(node.target, found) if node.target in _ADAPTERS else found
 
 
 def register_attention(

@@ -203,6 +203,26 @@ def test_weights_in_the_dtype_of_values_are_rounded_by_the_kernel_too() -> None:
     assert counters["fusion_pass"] == {"fused": 1}
 
 
+DROPPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda weights: F.dropout(weights, 0.3),
+    "bernoulli": lambda weights: weights * torch.bernoulli(torch.full_like(weights, 0.7)) / 0.7,
+    "bernoulli_": lambda weights: weights * torch.empty_like(weights).bernoulli_(0.7) / 0.7,
+    "where": lambda weights: torch.where(torch.rand_like(weights) < 0.7, weights / 0.7, 0.0),
+    "masked_fill": lambda weights: weights.masked_fill(torch.rand_like(weights) > 0.7, 0) / 0.7,
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("fallback", [False, True])
+def test_weights_that_are_dropped_in_other_words(name: str, fallback: bool) -> None:
+    def dropping(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+        return DROPPED[name]((query @ wide(key).mT).softmax(-1)) @ wide(value)
+
+    with torch.no_grad(), torch._inductor.config.patch(fallback_random=fallback):
+        torch.compile(gated(dropping), backend="fusion_pass", options=OPTIONS)(*inputs())
+    assert counters["fusion_pass"] == {"declined": 1, "declined: dropout": 1}
+
+
 @pytest.mark.parametrize("spelled_out", [False, True])
 def test_dropout_is_named(spelled_out: bool) -> None:
     def dropping(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:

@@ -175,6 +175,18 @@ def test_a_model_without_gates_meets_no_demand(
     assert "0 of 0 gated attentions would be fused; 1 without a gate" in printed
 
 
+def test_a_step_that_fails_where_its_first_token_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "layer_types"}
+    config = {**sizes, "model_type": "llama", "sliding_window": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as exit_:
+        main(["explain", "--model", str(tmp_path), "--query-tokens", "16", "--capacity", "64"])
+    assert exit_.value.code == 2
+    assert "a decode step of the model fails, by itself" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,18 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from fusion_pass import GatedAttentionPass, patterns, register_attention
 from fusion_pass.patterns import (
     Attention,
     Decline,
     Layout,
+    Mask,
     Operand,
     Reason,
     read_attention,
+    read_opaque,
     registry,
 )
+from tests.graphs import fake_mode, trace
 
 OPTIONS = {"fusion_pass.devices": ("cpu",), "fusion_pass.strict": True}
 
@@ -57,6 +61,13 @@ def inputs() -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     sizes = ((2, 4, 1, 16), (2, 2, 24, 16), (2, 2, 24, 16), (2, 1, 64))
     return tuple(torch.randn(size, generator=generator) for size in sizes)
+
+
+def traced() -> Graph:
+    """The graph of the model."""
+    mode = fake_mode()
+    fakes = [mode.from_tensor(tensor) for tensor in inputs()]
+    return trace(functools.partial(model, window=0), *fakes).graph
 
 
 @pytest.fixture
@@ -116,6 +127,89 @@ def test_operands_that_lack_an_axis_are_no_attention() -> None:
     finally:
         del registry._RECOGNISERS[OP], registry._ADAPTERS[OP]
     assert counters["fusion_pass"] == {"declined": 1, "declined: attention-layout": 1}
+
+
+@pytest.mark.parametrize("place", ["another graph", "after the product"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "mask", "sinks"])
+def test_an_operand_that_is_not_there_yet(name: str, place: str) -> None:
+    """An adapter that names the wrong node does not break the graph."""
+    sizes = {"query": (2, 4, 1, 16), "mask": (2, 1, 1, 24), "sinks": (4,)}
+    layouts = {
+        "query": Layout.of((("batch", 2, 1), ("head", 4, 1), ("query", 1, 1), ("dim", 16, 1))),
+        "mask": Layout.of((("batch", 2, 1), ("head", 1, 1), ("query", 1, 1), ("key", 24, 1))),
+        "sinks": Layout.of((("head", 4, 1),)),
+    }
+    stored = Layout.of((("batch", 2, 1), ("head", 2, 2), ("key", 24, 1), ("dim", 16, 1)))
+
+    def naming(node: Node) -> Attention | Decline:
+        found = adapter(node)
+        assert isinstance(found, Attention)
+        graph = Graph() if place == "another graph" else node.graph
+        with graph.inserting_before():
+            given = graph.placeholder("given")
+        given.meta["val"] = node.meta["val"].new_empty(sizes.get(name, (2, 2, 24, 16)))
+        operand = Operand(given, layouts.get(name, stored))
+        if place == "after the product":
+            next(iter(graph.find_nodes(op="output"))).prepend(given)
+        return dataclasses.replace(found, **{name: Mask(operand) if name == "mask" else operand})
+
+    register_attention(OP, naming)
+    try:
+        graph = traced()
+        before = [node.target for node in graph.nodes if node.op == "call_function"]
+        report = GatedAttentionPass(devices=("cpu",)).rewrite(graph, True)
+    finally:
+        del registry._RECOGNISERS[OP], registry._ADAPTERS[OP]
+    (site,) = report.sites
+    assert site.reason == Reason.ATTENTION_LAYOUT.value
+    assert "given, which engine names as an operand, is not computed before mul" in site.detail
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == before
+
+
+WRONG: dict[str, Callable[[Attention], Any]] = {
+    "a number": lambda found: 3,
+    "its class": lambda found: Attention,
+    "a reason by name": lambda found: Decline("scale", "why"),  # type: ignore[arg-type]
+    "a number for a reason": lambda found: Decline(Reason.SCALE, 5),  # type: ignore[arg-type]
+    "a nameless producer": lambda found: dataclasses.replace(found, producer=5),
+    "no sizes": lambda found: dataclasses.replace(found, sizes=None),
+    "no query": lambda found: dataclasses.replace(found, query=found.query.node),
+    "a causality of words": lambda found: dataclasses.replace(found, is_causal="no"),
+    "a scale of True": lambda found: dataclasses.replace(found, scale=True),
+    "an unknown row": lambda found: dataclasses.replace(found, masked_row="foo"),
+    "a mask by number": lambda found: dataclasses.replace(found, mask=3),
+    "sinks by number": lambda found: dataclasses.replace(found, sinks=3),
+    "the operator as its gated form": lambda found: read_opaque(found.node, "engine", OP),
+    "no gated form": lambda found: read_opaque(found.node, "engine", None),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_an_adapter_may_not_return(name: str) -> None:
+    def wrong(node: Node) -> Any:
+        found = adapter(node)
+        assert isinstance(found, Attention)
+        return WRONG[name](found)
+
+    register_attention(OP, wrong)
+    try:
+        graph = traced()
+        (site,) = GatedAttentionPass(devices=("cpu",)).rewrite(graph, True).sites
+    finally:
+        del registry._RECOGNISERS[OP], registry._ADAPTERS[OP]
+    assert site.reason == Reason.INTERNAL.value
+    assert str(OP) in site.detail
+    assert site.remedy.startswith(f"The fault is in the registered adapter of {OP}")
+
+
+@pytest.mark.parametrize(
+    "given", [{"key": None}, {"query": 3}, {"scale": 10**400}, {"scale": True}]
+)
+def test_operands_that_are_no_tensors_are_no_attention(given: dict[str, Any]) -> None:
+    (node,) = traced().find_nodes(op="call_function", target=OP)
+    query, key, value, _ = node.args
+    operands = {"query": query, "key": key, "value": value, **given}
+    assert isinstance(read_attention(node, "engine", **operands, output=node), Decline)
 
 
 def test_the_uuid_knows_of_adapters() -> None:
