@@ -24,6 +24,7 @@ _WITHOUT_ATTENTION = {"linear_attention", "mamba", "recurrent", "conv", "moe"}
 """Kinds of layers, as configs call them, that have no attention over a cache of K and V."""
 _UNKNOWN = "Unrecognized configuration class"
 """How transformers begins to say that a kind of model does not exist for a config."""
+_STEP_FAILS = "a decode step of the model fails, by itself"
 _LONGEST = 300
 """Characters of an error of transformers that are told: some list every model there is."""
 
@@ -73,18 +74,16 @@ def explain_model(
     with _told(f"no model can be made of {path}"):
         config = _shorten(read_config(path, trust_remote_code), layers)
         model = without_data(build(config, trust_remote_code), mode, place)
-    with _told("a decode step of the model fails, by itself"), torch.no_grad(), mode:
+    with _told(_STEP_FAILS), torch.no_grad(), mode:
         arguments = _decode_arguments(model, step, place)
-    try:
-        with torch.no_grad():
-            return explain(model, device=device, **arguments)
-    except TorchRuntimeError as error:
-        raise ModelError(f"a decode step of the model fails, by itself: {_brief(error)}") from error
+    # Any other fault is ours, and keeps its traceback.
+    with _told(_STEP_FAILS, TorchRuntimeError), torch.no_grad():
+        return explain(model, device=device, **arguments)
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Makes any error inside a ModelError that says `what` failed.
+def _told(what: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Makes any error of a kind inside a ModelError that says `what` failed.
 
     What a config may raise is transformers' own, or its model's, under no common class.
     """
@@ -92,7 +91,7 @@ def _told(what: str) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except Exception as error:
+    except kind as error:
         raise ModelError(f"{what}: {_brief(error)}") from error
 
 

@@ -22,6 +22,7 @@ from .softmax import Softmax, softmax_or_origin
 from .trace import (
     Operand,
     backward,
+    behind,
     follow,
     forward,
     furthest,
@@ -29,7 +30,6 @@ from .trace import (
     recast,
     scaling,
     shape,
-    source,
     tensor,
     widened,
 )
@@ -136,7 +136,7 @@ def _are_narrowed(softmax: Softmax, weights: Node, dtype: torch.dtype) -> bool:
         if narrows(node) and tensor(node).dtype is not dtype:
             return True
         is_cut = node is softmax.node and softmax.sink is not None
-        node = cast(Node, node.args[0]) if is_cut else source(node) or recast(node)
+        node = cast(Node, node.args[0]) if is_cut else behind(node)
     return False
 
 

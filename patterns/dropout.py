@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from .reason import Decline, Reason
 from .softmax import softmax_behind
-from .trace import aten, constant, has_tensor, recast, scaling, source
+from .trace import aten, behind, constant, has_tensor, scaling
 
 # By their schemas: Inductor registers its own when it is imported, which need not be yet.
 _DRAWS = ("prims::inductor_random", "aten::rand", "aten::rand_like", "aten::bernoulli")
@@ -35,7 +35,7 @@ def dropped(node: Node) -> Decline | None:
     """The refusal of softmax weights that dropout thins out; None of anything else."""
     by: Node | None = None
     while has_tensor(node):
-        origin = source(node) or recast(node)
+        origin = behind(node)
         if origin is None and scaling(node) is not None:
             origin = cast(Node, node.args[0])
         if origin is None and (origin := _thinned(node)) is not None:

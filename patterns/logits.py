@@ -19,6 +19,7 @@ from .trace import (
     Operand,
     aten,
     backward,
+    behind,
     constant,
     has_tensor,
     narrows,
@@ -26,7 +27,6 @@ from .trace import (
     rounded,
     scaling,
     shape,
-    source,
     tensor,
 )
 
@@ -131,7 +131,7 @@ def _selected_mask(node: Node, layout: Layout) -> tuple[Operand, float, Mask | N
 def _comes_from_matmul(node: Node) -> bool:
     """Whether the first arguments lead from `node` to a matmul before anything else."""
     while node.target not in MATMULS:
-        origin = source(node) or recast(node)
+        origin = behind(node)
         if origin is None and node.target in SCALINGS:
             origin = cast(Node, node.args[0])
         if origin is None:

@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import functools
-from types import NoneType
-from typing import Any
+import itertools
+from dataclasses import fields
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import torch
-from torch.fx import Node
-
-from .attention import Attention, Mask, Sizes
-from .mask_program import ComputedMask
+from .attention import Attention
 from .paged import OpaqueAttention, check_gated
-from .reason import Decline, Reason
-from .trace import Operand
+from .reason import Decline
 
-_FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
-    Attention: {
-        "node": (Node,),
-        "producer": (str,),
-        "sizes": (Sizes,),
-        "query": (Operand,),
-        "key": (Operand,),
-        "value": (Operand,),
-        "mask": (Mask, ComputedMask, NoneType),
-        "sinks": (Operand, NoneType),
-        "is_causal": (bool,),
-        "result": (Operand,),
-        "scale": (float, int),
-        "is_rounded": (bool,),
-        "masked_row": (str,),
-        "lowest_bias": (float, int),
-        "is_narrowed": (bool,),
-    },
-    OpaqueAttention: {
-        "node": (Node,),
-        "producer": (str,),
-        "axes": (tuple,),
-        "result": (Operand,),
-        "gated": (torch._ops.OpOverload,),
-    },
-    Decline: {"reason": (Reason,), "detail": (str,)},
-}
+_RETURNED = (Attention, OpaqueAttention, Decline)
 _MASKED_ROWS = ("zero", "nan")
 
 _check_gated = functools.cache(check_gated)
@@ -57,18 +28,19 @@ def checked(op: Any, found: Any) -> Attention | OpaqueAttention | Decline | None
     """
     if found is None:
         return None
-    if type(found) not in _FIELDS:
+    returned: type = type(found)
+    if returned not in _RETURNED:
         raise TypeError(
             f"the adapter of {op} returned {found!r}; it must return what read_attention or "
             "read_opaque gives, a Decline, or None"
         )
-    for name, types in _FIELDS[type(found)].items():
+    for name, types in _types(returned).items():
         field = getattr(found, name)
         # A bool is an int.
         if not isinstance(field, types) or (isinstance(field, bool) and bool not in types):
             wanted = " or ".join(t.__name__ for t in types)
             raise TypeError(
-                f"the adapter of {op} returned {type(found).__name__} with {name}={field!r}, "
+                f"the adapter of {op} returned {returned.__name__} with {name}={field!r}, "
                 f"which is no {wanted}"
             )
     if isinstance(found, Attention) and found.masked_row not in _MASKED_ROWS:
@@ -79,3 +51,18 @@ def checked(op: Any, found: Any) -> Attention | OpaqueAttention | Decline | None
     if isinstance(found, OpaqueAttention):
         _check_gated(op, found.gated)
     return found  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _types(returned: type) -> dict[str, tuple[type, ...]]:
+    """The classes that a field of `returned` may be of; those of its annotations."""
+    hints = get_type_hints(returned)
+    return {field.name: _classes(hints[field.name]) for field in fields(returned)}
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    if get_origin(hint) in (Union, UnionType):
+        return tuple(itertools.chain.from_iterable(map(_classes, get_args(hint))))
+    plain: type = get_origin(hint) or hint
+    # As in annotations, an int is a float.
+    return (float, int) if plain is float else (plain,)

@@ -15,6 +15,7 @@ from .trace import (
     Operand,
     arguments,
     aten,
+    behind,
     constant,
     follow,
     has_tensor,
@@ -23,7 +24,6 @@ from .trace import (
     recast,
     scaling,
     shape,
-    source,
 )
 
 
@@ -61,7 +61,7 @@ def softmax_or_origin(node: Node) -> Softmax | Node:
     while has_tensor(node):
         if (softmax := _softmax(node) or _sunk_softmax(node)) is not None:
             return softmax
-        origin = source(node) or recast(node)
+        origin = behind(node)
         if origin is None:
             break
         node = origin

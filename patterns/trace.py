@@ -149,7 +149,7 @@ def follow(start: Operand, end: Node) -> Operand | None:
     """
     path = [end]
     while path[-1] is not start.node:
-        origin = source(path[-1]) or recast(path[-1])
+        origin = behind(path[-1])
         assert origin is not None, "the caller came from the end to the start"
         path.append(origin)
     layout: Layout | None = start.layout
@@ -240,6 +240,11 @@ def widened(node: Node) -> Node | None:
     before, after = tensor(origin).dtype, tensor(node).dtype
     exact = before in (torch.float16, torch.bfloat16) and after in (torch.float32, torch.float64)
     return origin if exact else None
+
+
+def behind(node: Node) -> Node | None:
+    """What `node` rearranges or casts, and does no more to."""
+    return source(node) or recast(node)
 
 
 def narrows(node: Node) -> bool:

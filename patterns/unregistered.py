@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from .registry import may_be_attention
 from .sigmoid import sigmoid_behind
-from .trace import Operand, aten, has_tensor, own_layout, recast, source
+from .trace import Operand, aten, behind, has_tensor, own_layout
 
 # How functional graphs call an operator that writes to its arguments: it is the first argument.
 _FUNCTIONALISED = ("auto_functionalized", "auto_functionalized_v2")
@@ -32,7 +32,7 @@ def unregistered(graph: Graph) -> list[torch._ops.OpOverload]:
 def _producer(node: Node) -> Node:
     """What computes the elements that `node` rearranges, casts or takes out of several results."""
     while True:
-        origin = source(node) or recast(node)
+        origin = behind(node)
         if node.target is getitem:
             origin = node.all_input_nodes[0]
         if origin is None:

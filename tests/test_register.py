@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -70,11 +71,19 @@ def traced() -> Graph:
     return trace(functools.partial(model, window=0), *fakes).graph
 
 
+@contextlib.contextmanager
+def registering(adapter: Callable[[Node], Any]) -> Iterator[None]:
+    register_attention(OP, adapter)
+    try:
+        yield
+    finally:
+        del registry._RECOGNISERS[OP], registry._ADAPTERS[OP]
+
+
 @pytest.fixture
 def registered() -> Iterator[None]:
-    register_attention(OP, adapter)
-    yield
-    del registry._RECOGNISERS[OP], registry._ADAPTERS[OP]
+    with registering(adapter):
+        yield
 
 
 def run(window: int) -> Tensor:
@@ -117,15 +126,12 @@ def test_operands_that_lack_an_axis_are_no_attention() -> None:
     def repeated(query: Tensor, *rest: Any) -> Tensor:
         return model(query[:1].expand(2, -1, -1, -1), *rest)
 
-    register_attention(OP, adapter)
-    try:
+    with registering(adapter):
         torch._dynamo.reset()
         counters.clear()
         with torch.no_grad():
             compiled = torch.compile(repeated, backend="fusion_pass", options=OPTIONS)
             torch.testing.assert_close(compiled(*inputs(), 0), repeated(*inputs(), 0))
-    finally:
-        del registry._RECOGNISERS[OP], registry._ADAPTERS[OP]
     assert counters["fusion_pass"] == {"declined": 1, "declined: attention-layout": 1}
 
 
@@ -153,13 +159,10 @@ def test_an_operand_that_is_not_there_yet(name: str, place: str) -> None:
             next(iter(graph.find_nodes(op="output"))).prepend(given)
         return dataclasses.replace(found, **{name: Mask(operand) if name == "mask" else operand})
 
-    register_attention(OP, naming)
-    try:
+    with registering(naming):
         graph = traced()
         before = [node.target for node in graph.nodes if node.op == "call_function"]
         report = GatedAttentionPass(devices=("cpu",)).rewrite(graph, True)
-    finally:
-        del registry._RECOGNISERS[OP], registry._ADAPTERS[OP]
     (site,) = report.sites
     assert site.reason == Reason.ATTENTION_LAYOUT.value
     assert "given, which engine names as an operand, is not computed before mul" in site.detail
@@ -191,12 +194,9 @@ def test_what_an_adapter_may_not_return(name: str) -> None:
         assert isinstance(found, Attention)
         return WRONG[name](found)
 
-    register_attention(OP, wrong)
-    try:
+    with registering(wrong):
         graph = traced()
         (site,) = GatedAttentionPass(devices=("cpu",)).rewrite(graph, True).sites
-    finally:
-        del registry._RECOGNISERS[OP], registry._ADAPTERS[OP]
     assert site.reason == Reason.INTERNAL.value
     assert str(OP) in site.detail
     assert site.remedy.startswith(f"The fault is in the registered adapter of {OP}")
@@ -214,12 +214,9 @@ def test_operands_that_are_no_tensors_are_no_attention(given: dict[str, Any]) ->
 
 def test_the_uuid_knows_of_adapters() -> None:
     before = GatedAttentionPass().uuid()
-    register_attention(OP, adapter)
-    try:
+    with registering(adapter):
         assert patterns.adapters()[0][0] == str(OP)
         assert GatedAttentionPass().uuid() != before
-    finally:
-        del registry._RECOGNISERS[OP], registry._ADAPTERS[OP]
     assert GatedAttentionPass().uuid() == before
 
 
