@@ -7,9 +7,13 @@ asked for: a tiny one in float32.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import torch
 from torch._dynamo.utils import counters
+
+if find_spec("transformers") is None:
+    raise SystemExit("this example needs transformers: pip install -e '.[test]'")
 
 on_gpu = torch.cuda.is_available()
 os.environ.setdefault("FUSION_PASS_DEVICES", "cuda" if on_gpu else "cpu")

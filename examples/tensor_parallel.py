@@ -30,6 +30,9 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+if find_spec("transformers") is None:
+    raise SystemExit("this example needs transformers: pip install -e '.[test]'")
+
 QWEN = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 256}
 SIZES = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
 TINY = {

@@ -7,6 +7,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from fusion_pass import __version__
 
@@ -39,22 +40,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from fusion_pass.demo import MAX_STEPS, run
+    from fusion_pass.demo import MAX_STEPS, ToolchainError, run
 
     steps = arguments.steps
     if not 1 <= steps <= MAX_STEPS:
         parser.error(f"--steps {steps}: the demo decodes 1 to {MAX_STEPS} tokens")
-    return 0 if run(steps) else 1
+    try:
+        return 0 if run(steps) else 1
+    except ToolchainError as error:
+        _fail(parser, error)
 
 
 def _show(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from fusion_pass.show import ShowError, write_page
 
     folder: Path = arguments.folder
+    _check_place(parser, "--output", arguments.output)
     try:
         print(write_page(folder, arguments.output or folder / "index.html"))
     except (ShowError, OSError) as error:
-        parser.error(str(error))
+        _fail(parser, error)
     return 0
 
 
@@ -66,7 +71,7 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--query-tokens", type=int, default=1, help="tokens a step (default 1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default cuda")
-    parser.add_argument("--layers", type=int, help="build the first layers alone")
+    parser.add_argument("--layers", type=int, help="build at most so many, the first ones")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the model's code in the folder"
     )
@@ -86,8 +91,7 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: it must be at least 1")
-    if arguments.html is not None and not arguments.html.parent.is_dir():
-        parser.error(f"--html {arguments.html}: there is no folder {arguments.html.parent}")
+    _check_place(parser, "--html", arguments.html)
     try:
         found = explain_model(
             arguments.model,
@@ -97,13 +101,13 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             trust_remote_code=arguments.trust_remote_code,
         )
     except ModelError as error:
-        parser.error(str(error))
+        _fail(parser, error)
     print(json.dumps(found.to_dict(), indent=2) if arguments.json else found)
     if arguments.html is not None:
         try:
             arguments.html.write_text(found.to_html(), encoding="utf-8")
         except OSError as error:
-            parser.error(f"--html {arguments.html}: {error}")
+            _fail(parser, f"--html {arguments.html}: {error}")
     return 1 if arguments.require_all and not found.all_fused else 0
 
 
@@ -112,6 +116,16 @@ def _tune(arguments: argparse.Namespace) -> int:
 
     budget: float | None = arguments.budget
     return run(arguments.quick, arguments.output, BUDGET if budget is None else budget)
+
+
+def _check_place(parser: argparse.ArgumentParser, option: str, page: Path | None) -> None:
+    if page is not None and not page.parent.is_dir():
+        parser.error(f"{option} {page}: there is no folder {page.parent}")
+
+
+def _fail(parser: argparse.ArgumentParser, error: object) -> NoReturn:
+    """Ends with a message alone, for what is no matter of usage."""
+    parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
 if __name__ == "__main__":

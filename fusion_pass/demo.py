@@ -18,6 +18,7 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from fusion_pass import inductor
 from fusion_pass.demo_model import Decoder, Sizes
 from fusion_pass.launch import INTERPRETED_WITH, interpretable
 
@@ -52,6 +53,10 @@ _CALL = re.compile(
 )
 
 
+class ToolchainError(RuntimeError):
+    """Inductor has no compiler to compile with; the message says what to install."""
+
+
 @dataclass(frozen=True)
 class Decoded:
     """The tokens that a model was fed, (B, steps), and its logits after each, (B, steps, V)."""
@@ -65,7 +70,11 @@ class Decoded:
 
 
 def run(steps: int) -> bool:
-    """Decodes up to MAX_STEPS tokens off and on and compares; whether all of it holds."""
+    """Decodes up to MAX_STEPS tokens off and on and compares; whether all of it holds.
+
+    Raises:
+        ToolchainError: Inductor has no compiler on this machine.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = GPU_SIZES if device == "cuda" else CPU_SIZES
     torch.manual_seed(0)
@@ -117,11 +126,20 @@ def decode(step: Step, model: Decoder, steps: int, tokens: Tensor | None = None)
 def _compile_and_decode(
     model: Decoder, steps: int, tokens: Tensor | None, backend: str, options: dict[str, Any]
 ) -> tuple[Decoded, float]:
-    """What the compiled model decodes, and its milliseconds a step (0.0 without a GPU)."""
+    """What the compiled model decodes, and its milliseconds a step (0.0 without a GPU).
+
+    Raises:
+        ToolchainError: there is no C++ compiler, or none that finds Python's headers.
+    """
     torch._dynamo.reset()
     counters.clear()
     step: Step = torch.compile(model, backend=backend, options=dict(options), fullgraph=True)
-    decoded = decode(step, model, steps, tokens)
+    try:
+        decoded = decode(step, model, steps, tokens)
+    except inductor.CompilationFailed as fault:
+        if (lack := inductor.lack_of_compiler(fault)) is None:
+            raise
+        raise ToolchainError(f"Inductor cannot compile on this machine: {lack}") from fault
     if not decoded.tokens.is_cuda:
         return decoded, 0.0
     last = torch.tensor([model.sizes.capacity - 1], device="cuda")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from fusion_pass.insertion import GatedFormError
 from fusion_pass.launch import LaunchConfig
 from fusion_pass.patterns import (
     Attention,
@@ -84,15 +85,16 @@ def declined(site: Site, refusal: Decline) -> Site:
 
 
 def faulted(site: Site, node: Node, fault: Exception) -> Site:
-    """`site` as left alone because of `fault`, which may be that of the adapter of `node`."""
+    """`site` as left alone because of `fault`, which may be that of what `node` is known by."""
     found = declined(site, Decline(Reason.INTERNAL, f"{type(fault).__name__}: {fault}"))
-    if not _is_of_adapter(node, fault):
+    if isinstance(fault, GatedFormError):
+        culprit, remedy = "gated form", "give it a fake kernel that gives what the gated form gives"
+    elif _is_of_adapter(node, fault):
+        culprit, remedy = "registered adapter", "fix it"
+    else:
         return found
-    remedy = (
-        f"The fault is in the registered adapter of {node.target}: fix it; "
-        "FUSION_PASS_STRICT=1 raises it."
-    )
-    return replace(found, remedy=remedy)
+    remedy = f"The fault is in the {culprit} of {node.target}: {remedy}"
+    return replace(found, remedy=f"{remedy}; FUSION_PASS_STRICT=1 raises it.")
 
 
 def _is_of_adapter(node: Node, fault: Exception) -> bool:

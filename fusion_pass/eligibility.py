@@ -220,10 +220,11 @@ def _query_tokens(match: GatedAttention, context: Context) -> Decline | None:
     tokens = match.attention.sizes.query_tokens
     if isinstance(tokens, int) and 1 <= tokens <= MAX_QUERY_TOKENS:
         return None
-    return Decline(
-        Reason.QUERY_TOKENS,
-        f"{tokens} query tokens; the decode kernel takes at most {MAX_QUERY_TOKENS}",
-    )
+    found = f"{tokens} query tokens"
+    if not isinstance(tokens, int):
+        found = f"the number of query tokens, {tokens}, is symbolic"
+    most = f"the decode kernel takes at most {MAX_QUERY_TOKENS}"
+    return Decline(Reason.QUERY_TOKENS, f"{found}; {most}")
 
 
 def _head_dim(match: GatedAttention, context: Context) -> Decline | None:

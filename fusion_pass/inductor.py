@@ -16,7 +16,7 @@ import torch._inductor.config
 import torch._logging._internal
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.exc import InductorError
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
@@ -131,6 +131,16 @@ def reset_cuda_graphs() -> None:
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None:
         trees.reset_cudagraph_trees()
+
+
+def lack_of_compiler(fault: InductorError) -> str | None:
+    """What is missing to compile C++ on this machine, and how to get it; None for other faults."""
+    inner = fault.inner_exception
+    if isinstance(inner, InvalidCxxCompiler):
+        return "there is no C++ compiler; install g++ (Debian: apt-get install g++), or set CXX"
+    if isinstance(inner, CppCompileError) and "Python.h: No such file" in inner.output:
+        return "Python's headers are missing; install them (Debian: apt-get install python3-dev)"
+    return None
 
 
 def traced_for_inference() -> bool:

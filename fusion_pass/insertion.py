@@ -27,6 +27,10 @@ class MisfitError(ValueError):
     """A symbolic size cannot be had from any value at hand, or comes out as another."""
 
 
+class GatedFormError(RuntimeError):
+    """An operator that somebody registered as a gated form does not do what it should."""
+
+
 class Inserter:
     """Adds operator calls before a node, with that node's meta and a fake value of their own.
 

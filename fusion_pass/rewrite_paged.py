@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from fusion_pass.insertion import Inserter, erase_unused, inserting
+from fusion_pass.insertion import GatedFormError, Inserter, erase_unused, inserting
 from fusion_pass.paged import check
 from fusion_pass.patterns import (
     ComputedMask,
@@ -68,15 +69,35 @@ def fuse_opaque(graph: Graph, plan: OpaquePlan, numerics: str) -> Node:
     operands = filter(has_tensor, attention.node.all_input_nodes)
     with inserting(graph, product, *operands, gate_argument) as insert:
         gate = converted(insert, gate_argument, plan.gate)
-        args, keywords = attention.call(gate, **modes)
-        fused = insert(attention.gated, *args, **keywords)
-        found, expected = shape(fused), shape(attention.result.node)
-        if not same_shape(found, expected):
-            raise AssertionError(f"{fused.name} is {list(found)}, not {list(expected)}")
+        fused = _call_gated(insert, match, gate, modes)
         result = converted(insert, fused, plan.result)
         check_result(result, product)
     product.replace_all_uses_with(result)
     erase_unused(graph, product, attention.node)
+    return fused
+
+
+def _call_gated(insert: Inserter, match: GatedOpaque, gate: Node, modes: dict[str, Any]) -> Node:
+    """The call of the gated form.
+
+    Raises:
+        GatedFormError: it fails under fake tensors, or its result is no gated output.
+    """
+    attention = match.attention
+    args, keywords = attention.call(gate, **modes)
+    try:
+        fused = insert(attention.gated, *args, **keywords)
+    except Exception as fault:
+        raise GatedFormError(
+            f"{attention.gated} fails under fake tensors: {type(fault).__name__}: {fault}"
+        ) from fault
+    found, expected = shape(fused), shape(attention.result.node)
+    own, product = tensor(fused).dtype, tensor(match.gate.product.node).dtype
+    if not same_shape(found, expected) or own is not product:
+        raise GatedFormError(
+            f"{attention.gated} is {own} {list(found)} under fake tensors, "
+            f"not {product} {list(expected)}"
+        )
     return fused
 
 

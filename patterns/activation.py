@@ -64,19 +64,29 @@ def activation_of(gate: Node) -> str | None:
         return _of_root(_plain(gate))
     if any(before.target in _REDUCTIONS for node in cone for before in node.all_input_nodes):
         return "softmax" if aten.exp.default in targets else None
-    for name, wanted in _NAMES:
+    products = (node for node in cone if node.target is aten.mul.Tensor)
+    is_weighted = any(all(map(has_tensor, product.args)) for product in products)
+    for name, wanted in (*_WEIGHTED, *_NAMES) if is_weighted else _NAMES:
         if wanted <= targets:
             return name
     return _of_sigmoid(cone)
 
 
-_NAMES = (
+# Of these the argument itself is a factor.
+_WEIGHTED = (
     ("mish", {aten.log1p.default, aten.tanh.default}),
-    ("softplus", {aten.log1p.default}),
     ("gelu", {aten.erf.default}),
-    ("gelu", {aten.tanh.default, aten.mul.Tensor, aten.add.Tensor}),
+    ("gelu", {aten.tanh.default, aten.add.Tensor}),
+    ("hardswish", {aten.clamp_min.default, aten.clamp_max.default}),
+)
+_NAMES = (
+    ("softplus", {aten.log1p.default}),
+    ("erf with a factor or an offset", {aten.erf.default, aten.mul.Tensor}),
+    ("erf with a factor or an offset", {aten.erf.default, aten.add.Tensor}),
+    ("erf", {aten.erf.default}),
+    ("tanh with a factor or an offset", {aten.tanh.default, aten.mul.Tensor}),
+    ("tanh with a factor or an offset", {aten.tanh.default, aten.add.Tensor}),
     ("tanh", {aten.tanh.default}),
-    ("hardswish", {aten.clamp_min.default, aten.clamp_max.default, aten.mul.Tensor}),
     ("hardsigmoid", {aten.clamp_min.default, aten.clamp_max.default}),
     ("elu", {aten.expm1.default}),
     ("relu", {aten.relu.default}),

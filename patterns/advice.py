@@ -22,7 +22,7 @@ ADVICE: dict[Reason, Advice] = {
     ),
     Reason.DROPOUT: Advice(
         "Dropout zeroes weights of the attention, or elements of its output or gate.",
-        "Put the model into eval mode, or pass dropout_p=0.0.",
+        "Put the model into eval mode, or pass dropout_p=0.0, or training=False to F.dropout.",
     ),
     Reason.CAUSAL: Advice(
         "is_causal=True stands beside a mask, or leaves open which keys a query token sees.",
@@ -146,7 +146,7 @@ ADVICE: dict[Reason, Advice] = {
     Reason.QUERY_TOKENS: Advice(
         "There are more query tokens than a decode step has, or their number is not static.",
         "Nothing is to be done for a prefill; compile the decode step by itself, with a static "
-        "number of query tokens.",
+        "number of query tokens (torch._dynamo.mark_static).",
     ),
     Reason.HEAD_DIM: Advice(
         "The head dimension is not one that the kernel has tiles for.",

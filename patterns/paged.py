@@ -121,9 +121,8 @@ def check_gated(op: torch._ops.OpOverload, gated: object) -> torch._ops.OpOverlo
             f"the gated form of {op} must be an operator overload such as "
             f"torch.ops.lib.op.default, not {gated!r}"
         )
-    for each in (op, gated):
-        if each._schema.is_mutable:
-            raise ValueError(f"{each} writes to its arguments; give a functional operator")
+    check_functional(op)
+    check_functional(gated)
     results = gated._schema.returns
     if len(results) != 1 or not isinstance(results[0].type, torch.TensorType):
         raise ValueError(f"{gated} must return one tensor")
@@ -140,6 +139,15 @@ def check_gated(op: torch._ops.OpOverload, gated: object) -> torch._ops.OpOverlo
             raise ValueError(f"{gated} needs {argument.name}, which {op} does not have")
     _check_types(op, gated)
     return gated
+
+
+def check_functional(op: torch._ops.OpOverload) -> None:
+    """Raise ValueError if `op` writes to its arguments: no graph calls it by its own name then."""
+    if op._schema.is_mutable:
+        raise ValueError(
+            f"{op} writes to its arguments; register a functional operator, which returns its "
+            "result (wrap it in one)"
+        )
 
 
 def _check_types(op: torch._ops.OpOverload, gated: torch._ops.OpOverload) -> None:

@@ -19,7 +19,13 @@ from .flex import recognise_flex
 from .fused import FUSED
 from .logits import MATMULS
 from .outcome import checked
-from .paged import OpaqueAttention, check_gated, read_opaque, recognise_paged
+from .paged import (
+    OpaqueAttention,
+    check_functional,
+    check_gated,
+    read_opaque,
+    recognise_paged,
+)
 from .reason import Decline
 
 Recogniser = Callable[[Node], Attention | OpaqueAttention | Decline | None]
@@ -69,9 +75,9 @@ def register_attention(
     of fusion_pass take its place. `gated` is the engine's own operator that computes the same and
     gates it: nothing need be known then of caches, masks or lengths. It has
 
-    * every argument of `op` under the same name, of its type or a wider one, and one more,
-      `Tensor gate`: before the sigmoid,
-      broadcastable to the result, with any strides and in bfloat16, float16 or float32;
+    * every argument of `op` under the same name, of its type or a wider one, and one more, the
+      `Tensor gate`: before the sigmoid, broadcastable to the result, with any strides and in
+      bfloat16, float16 or float32;
     * no others but with defaults, except `str numerics`, `ScalarType? sigmoid_dtype` and
       `ScalarType? dtype`. With these it is told how to round, as
       `fusion_pass::gated_decode_attention` is. Without `numerics` it is taken to round as
@@ -94,7 +100,8 @@ def register_attention(
     Raises:
         TypeError: `op` or `gated` is no operator overload, `adapter` cannot be called, or not
             exactly one of the two is given.
-        ValueError: fusion_pass reads `op` itself, or `gated` cannot be called in its place.
+        ValueError: fusion_pass reads `op` itself, `op` writes to its arguments, or `gated` cannot
+            be called in its place.
     """
     if not isinstance(op, torch._ops.OpOverload):
         raise TypeError(f"{op} is no operator overload; give one such as torch.ops.lib.op.default")
@@ -102,6 +109,7 @@ def register_attention(
         raise TypeError(f"give either an adapter for {op} or its gated form")
     if op in _RECOGNISERS and op not in _ADAPTERS:
         raise ValueError(f"{op} is read by fusion_pass itself")
+    check_functional(op)
     if gated is not None:
         form = check_gated(op, gated)
         _RECOGNISERS[op] = lambda node: read_opaque(node, str(op), form)

@@ -73,6 +73,26 @@ def test_demo_names_what_the_interpreter_misses(
     assert "torch reference" in told
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the demo compiles C++ on a CPU alone")
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [("g++", "there is no C++ compiler"), ("Python.h", "Python's headers are missing")],
+)
+def test_demo_names_what_inductor_misses(missing: str, told: str, tmp_path: Path) -> None:
+    compiler = tmp_path / "cxx"
+    if missing == "Python.h":
+        compiler.write_text(
+            "#!/bin/sh\n"
+            'case "$*" in *--version*) exec g++ "$@";; esac\n'
+            "echo 'main.cpp:1: fatal error: Python.h: No such file or directory' >&2; exit 1\n"
+        )
+        compiler.chmod(0o755)
+    result = cli("demo", CXX=str(compiler), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    assert result.returncode == 2
+    assert told in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_demo_fails_where_nothing_is_fused() -> None:
     result = cli("demo", "--steps", "1", FUSION_PASS="0")
     assert result.returncode == 1

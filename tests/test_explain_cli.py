@@ -142,10 +142,10 @@ def test_a_config_that_makes_no_model_is_an_error_in_words(
     with pytest.raises(SystemExit) as exit_:
         main(["explain", "--model", str(tmp_path), *shortened])
     assert exit_.value.code == 2
-    usage, _, error = capsys.readouterr().err.partition("error: ")
+    error = capsys.readouterr().err
     assert said in error
     assert len(error) < 500
-    assert "explain [-h] --model MODEL" in usage
+    assert error.startswith("python -m fusion_pass explain: error: ")
 
 
 def test_a_silu_gated_copy_of_qwen(silu_gated: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +205,7 @@ def test_bad_arguments(
     assert exit_.value.code == 2
     printed = capsys.readouterr().err
     assert message in printed
-    assert "explain [-h] --model MODEL" in printed
+    assert "python -m fusion_pass explain: error: " in printed
 
 
 @pytest.mark.parametrize("text", ["{}", "not json", '{"model_type": "no such model"}'])

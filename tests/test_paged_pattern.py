@@ -13,7 +13,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule, Node
 
 import fusion_pass
-from fusion_pass import register_attention
+from fusion_pass import GatedAttentionPass, register_attention
+from fusion_pass.insertion import GatedFormError
 from fusion_pass.patterns import Decline, GatedOpaque, read_opaque, registry
 from tests.graphs import fake_mode, only_refusal, recognitions, run_pass, trace
 
@@ -317,6 +318,7 @@ ENGINE = {
     "extra": "(Tensor q, Tensor cache, int layer, int page, Tensor gate, *, float scale) -> Tensor",
     "writes": "(Tensor q, Tensor(a!) cache, int layer, Tensor gate, *, float scale) -> Tensor",
     "shrinks": "(Tensor q, Tensor cache, int layer, Tensor gate, *, float scale=1.0) -> Tensor",
+    "unfaked": "(Tensor q, Tensor cache, int layer, Tensor gate, *, float scale=1.0) -> Tensor",
     "int_gate": "(Tensor q, Tensor cache, int layer, int gate, *, float scale=1.0) -> Tensor",
     "may_gate": "(Tensor q, Tensor cache, int layer, Tensor? gate=None, *, float scale=1.0)"
     " -> Tensor",
@@ -468,8 +470,18 @@ class TestEngines:
         register_attention(engine.attend.default, gated=engine.shrinks.default)
         module = traced(engine_model, *engine_inputs())
         before = str(module.graph)
-        with pytest.raises(AssertionError, match="shrinks"):
+        with pytest.raises(GatedFormError, match=r"shrinks.default is torch.float32 \[1, "):
             run_pass(module, devices=("cpu",))
+        assert str(module.graph) == before
+
+    def test_a_gated_form_without_a_fake_kernel_is_told_as_its_fault(self) -> None:
+        register_attention(engine.attend.default, gated=engine.unfaked.default)
+        module = traced(engine_model, *engine_inputs())
+        before = str(module.graph)
+        (site,) = GatedAttentionPass(devices=("cpu",)).rewrite(module.graph, True).sites
+        assert site.reason == "internal-fault"
+        assert "unfaked.default fails under fake tensors" in site.detail
+        assert "The fault is in the gated form of fusion_pass_paged_tests.attend" in site.remedy
         assert str(module.graph) == before
 
     def test_an_output_of_too_many_dimensions(self) -> None:

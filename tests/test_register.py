@@ -234,8 +234,11 @@ def test_an_adapter_from_no_file_is_known_by_its_code() -> None:
         ("engine::attend", adapter, TypeError),
         (OP, 3, TypeError),
         (torch.ops.aten._scaled_dot_product_cudnn_attention.default, adapter, ValueError),
+        (torch.ops.aten.copy_.default, adapter, ValueError),
+        (torch.ops.aten.mm.out, adapter, ValueError),
     ],
 )
 def test_bad_registrations(op: Any, function: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         register_attention(op, function)
+    assert op not in registry._ADAPTERS

@@ -283,7 +283,8 @@ class TestCommand:
         [
             ("missing", "page.html", "FUSION_PASS_DUMP="),
             ("empty", "page.html", "holds no graph-"),
-            ("dump", "no/such/folder/page.html", "No such file"),
+            ("dump", "no/such/folder/page.html", "there is no folder"),
+            ("dump", "dump", "Is a directory"),
         ],
     )
     def test_says_what_is_wrong(

@@ -105,7 +105,9 @@ def paged_decode_attention(
     if gate is not None and gate.dim() < 3:
         operands = replace(operands, gate=gate[(None,) * (3 - gate.dim())])
     if query.dim() != 3:
-        raise ValueError(f"query must have 3 dimensions, not {query.dim()}")
+        raise ValueError(
+            f"query must have 3 dimensions, (tokens, heads, head_dim), not {query.dim()}"
+        )
     modes = PagedModes(
         _default_scale(query) if scale is None else _number("scale", scale),
         _most_tokens(query_indptr, max_query_tokens),

@@ -87,7 +87,10 @@ def _validate_sizes(operands: PagedOperands[Tensor], gate_shape: tuple[int, ...]
     pages, page_size, kv_heads, _ = operands.k_cache.shape
     value_dim = operands.v_cache.shape[3]
     if kv_heads < 1 or query_heads % kv_heads != 0:
-        raise ValueError(f"query has {query_heads} heads, no multiple of k_cache's {kv_heads}")
+        raise ValueError(
+            f"query has {query_heads} heads, no multiple of k_cache's {kv_heads}: k_cache is read "
+            'as (pages, page size, heads, head_dim); layout="HND" has heads before page size'
+        )
     if isinstance(page_size, int) and page_size < 1:
         raise ValueError("k_cache has pages of no token")
     _expect("k_cache", operands.k_cache, (pages, page_size, kv_heads, head_dim))
