@@ -119,8 +119,12 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _check_place(parser: argparse.ArgumentParser, option: str, page: Path | None) -> None:
-    if page is not None and not page.parent.is_dir():
+    if page is None:
+        return
+    if not page.parent.is_dir():
         parser.error(f"{option} {page}: there is no folder {page.parent}")
+    if page.is_dir():
+        parser.error(f"{option} {page}: it is a folder; name a file in it")
 
 
 def _fail(parser: argparse.ArgumentParser, error: object) -> NoReturn:

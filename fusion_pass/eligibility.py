@@ -95,10 +95,11 @@ def check(match: GatedAttention, context: Context) -> Decline | None:
 
 
 def _out_of_place(match: GatedAttention, context: Context) -> Decline | None:
-    """Only an adapter can name an operand that is not there yet, or is another graph's."""
+    """Only an adapter can name an operand that is not there yet or any more, or elsewhere."""
     product = match.gate.product.node
     for node in operands(match):
-        if node.graph is not context.graph or not node < product:
+        is_erased = node.prev.next is not node
+        if is_erased or node.graph is not context.graph or not node < product:
             return Decline(
                 Reason.ATTENTION_LAYOUT,
                 f"{node.name}, which {match.attention.producer} names as an operand, is not "

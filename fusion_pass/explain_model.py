@@ -116,7 +116,7 @@ def read_config(path: Path, trust_remote_code: bool) -> Any:
     file = folder / "config.json" if folder.is_dir() else path
     with _told(f"transformers cannot read {path}"):
         fields = json.loads(file.read_text(encoding="utf-8"))
-        _check_fields(file, fields)
+        _check_fields(file, fields, folder.is_dir())
         if folder.is_dir():
             return AutoConfig.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=trust_remote_code
@@ -124,7 +124,7 @@ def read_config(path: Path, trust_remote_code: bool) -> Any:
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
-def _check_fields(file: Path, fields: Any) -> None:
+def _check_fields(file: Path, fields: Any, has_folder: bool) -> None:
     """Refuses what can be no config of transformers, and no model of its own code."""
     import transformers
 
@@ -132,6 +132,10 @@ def _check_fields(file: Path, fields: Any) -> None:
         raise ModelError(f"{file} holds a {type(fields).__name__}, not the fields of a config")
     kind = fields.get("model_type")
     if "auto_map" in fields:
+        if not isinstance(fields["auto_map"], dict):
+            raise ModelError(f"the auto_map in {file} is no table of the model's classes")
+        if not has_folder:
+            raise ModelError(f"{file} names code of the model: give the folder that holds both")
         return
     if not isinstance(kind, str):
         raise ModelError(f"{file} is no config of a model: it has no model_type")

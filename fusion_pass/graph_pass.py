@@ -105,10 +105,14 @@ class GatedAttentionPass(InferenceGraphPass):
     def uuid(self) -> Any | None:
         """What the code depends on: sources, versions, settings, GPUs, tables and adapters.
 
-        None, which switches Inductor's caches off, where the GPUs cannot be asked for, and where
-        a log or a dump is wanted: the pass does not see a graph that comes from a cache.
+        None, which switches Inductor's caches off, where the GPUs cannot be asked for, where an
+        adapter is bound to what has no fingerprint, and where a log or a dump is wanted: the pass
+        does not see a graph that comes from a cache.
         """
         if self.config.log is not None or self.config.dump is not None:
+            return None
+        adapters = patterns.adapters()
+        if any(fingerprint is None for _, fingerprint in adapters):
             return None
         gpus = visible_gpus() if "cuda" in self.config.devices else ()
         if gpus is None:
@@ -116,7 +120,7 @@ class GatedAttentionPass(InferenceGraphPass):
         versions = torch.__version__, inductor.triton_version()
         tables = profitability.identity(self.config, tuple(name for name, *_ in gpus))
         settings = self.config.cache_key(), check.is_asked_for()
-        return source_digest(), versions, settings, gpus, tables, patterns.adapters()
+        return source_digest(), versions, settings, gpus, tables, adapters
 
     def _visit(self, node: Node, context: eligibility.Context, judge: Judge) -> Site | None:
         """Fuse the attention at `node`, if it is one and can be; a fault leaves the graph alone."""

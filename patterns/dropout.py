@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from .reason import Decline, Reason
 from .softmax import softmax_behind
-from .trace import aten, behind, constant, has_tensor, scaling
+from .trace import SCALINGS, aten, behind, constant, has_tensor, scaling
 
 # By their schemas: Inductor registers its own when it is imported, which need not be yet.
 _DRAWS = ("prims::inductor_random", "aten::rand", "aten::rand_like", "aten::bernoulli")
@@ -26,6 +26,7 @@ COMPARISONS = (
 )
 _OF_DRAWS = (
     *COMPARISONS,
+    *SCALINGS,
     aten.logical_not.default,
     torch.ops.prims.convert_element_type.default,
 )
@@ -37,6 +38,9 @@ def dropped(node: Node) -> Decline | None:
     while has_tensor(node):
         origin = behind(node)
         if origin is None and scaling(node) is not None:
+            origin = cast(Node, node.args[0])
+        if origin is None and node.target is aten.slice.Tensor:
+            # The weight of a sink, which is thinned out with the others, is cut off.
             origin = cast(Node, node.args[0])
         if origin is None and (origin := _thinned(node)) is not None:
             by = by or node
@@ -63,8 +67,11 @@ def _thinned(node: Node) -> Node | None:
 
 
 def is_random(node: Node) -> bool:
-    """Whether a value is drawn at random: a draw, compared with a number or cast."""
+    """Whether a value is drawn at random: a draw, compared with a number, scaled or cast."""
     while node.target in _OF_DRAWS:
-        node = cast(Node, node.args[0])
+        tensors = [value for value in node.args if has_tensor(value) and constant(value) is None]
+        if len(tensors) != 1:
+            return False
+        node = cast(Node, tensors[0])
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.name in _DRAWS

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from .activation import DROPOUT, activation_of
 from .attention import Attention
+from .dropout import is_random
 from .layout import same_shape
 from .paged import OpaqueAttention
 from .reason import Decline, Reason
@@ -99,7 +100,8 @@ def _refuse_user(user: Node) -> Decline:
             f"{user.name} ({user.target}) to {list(shape(user))} cuts across batch, heads, query "
             "tokens or head_dim",
         )
-    if user.target is aten.native_dropout.default:
+    is_chosen = user.target is aten.where.self and is_random(cast(Node, user.args[0]))
+    if is_chosen or user.target is aten.native_dropout.default:
         return Decline(Reason.DROPOUT, f"{user.name} drops elements of the output at random")
     return Decline(Reason.NO_GATE, f"the output goes to {user.name} ({user.target}), not to a gate")
 

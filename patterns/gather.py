@@ -110,13 +110,15 @@ def trace_pages(
 
 def _are_alike(first: Operand, second: Operand) -> bool:
     """Whether two tables hold the same numbers: one node, or the same computation twice."""
-    if first.layout != second.layout or not _same_value(first.node, second.node):
+    pairs: dict[tuple[Node, Node], None] = {}
+    if first.layout != second.layout or not _same_value(first.node, second.node, pairs):
         return False
-    if first.node is second.node:
+    if not pairs:
         return True
-    earlier, later = sorted((first.node, second.node))
-    node = earlier
-    while node is not later:
+    # What is written between any two steps may have been read by one of them alone.
+    steps = sorted({step for pair in pairs for step in pair})
+    node = steps[0]
+    while node is not steps[-1]:
         node = node.next
         schema = getattr(node.target, "_schema", None)
         if node.op == "call_function" and (schema is None or schema.is_mutable):
@@ -124,23 +126,29 @@ def _are_alike(first: Operand, second: Operand) -> bool:
     return True
 
 
-def _same_value(first: object, second: object) -> bool:
-    """Whether two arguments are equal, or nodes that compute the same from the same."""
+def _same_value(first: object, second: object, pairs: dict[tuple[Node, Node], None]) -> bool:
+    """Whether two arguments are equal, or nodes that compute the same from the same.
+
+    Pairs of different nodes that do are added to `pairs`.
+    """
     if not isinstance(first, Node) or not isinstance(second, Node):
         if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
-            return len(first) == len(second) and all(map(_same_value, first, second))
-        # 1 is not True.
-        return type(first) is type(second) and first == second
-    if first is second:
+            return len(first) == len(second) and all(
+                _same_value(*each, pairs) for each in zip(first, second, strict=True)
+            )
+        # 1 is not True, and 0.0 is not -0.0.
+        return type(first) is type(second) and repr(first) == repr(second)
+    if first is second or (first, second) in pairs:
         return True
     if first.target is not second.target or not isinstance(first.target, torch._ops.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded in first.target.tags or first.is_impure():
         return False
+    pairs[first, second] = None
     keywords = first.kwargs.keys() == second.kwargs.keys() and all(
-        _same_value(value, second.kwargs[name]) for name, value in first.kwargs.items()
+        _same_value(value, second.kwargs[name], pairs) for name, value in first.kwargs.items()
     )
-    return keywords and _same_value(first.args, second.args)
+    return keywords and _same_value(first.args, second.args, pairs)
 
 
 def _bounds(attention: Attention, mask: Mask | ComputedMask | None) -> tuple[Bound, ...] | None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import fields
+from operator import getitem
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from torch.fx import Node
 
 from .attention import Attention
 from .paged import OpaqueAttention, check_gated
@@ -18,16 +21,17 @@ _MASKED_ROWS = ("zero", "nan")
 _check_gated = functools.cache(check_gated)
 
 
-def checked(op: Any, found: Any) -> Attention | OpaqueAttention | Decline | None:
-    """`found`, as the adapter of `op` returned it.
+def checked(node: Node, found: Any) -> Attention | OpaqueAttention | Decline | None:
+    """`found`, as the adapter of the operator that `node` calls returned it.
 
     Raises:
         TypeError: it is nothing that an adapter may return, or has a field of another type.
-        ValueError: rows without a live key become what is not known, or its gated form cannot be
-            called in the place of `op`.
+        ValueError: it is about another call, rows without a live key become what is not known, or
+            its gated form cannot be called in the place of the operator.
     """
     if found is None:
         return None
+    op: Any = node.target
     returned: type = type(found)
     if returned not in _RETURNED:
         raise TypeError(
@@ -50,7 +54,22 @@ def checked(op: Any, found: Any) -> Attention | OpaqueAttention | Decline | None
         )
     if isinstance(found, OpaqueAttention):
         _check_gated(op, found.gated)
+    if not isinstance(found, Decline) and not _is_of(node, found):
+        raise ValueError(
+            f"the adapter of {op} returned {returned.__name__} of {found.node.name} with the "
+            f"result {found.result.node.name}, for the call {node.name}"
+        )
     return found  # type: ignore[no-any-return]
+
+
+def _is_of(node: Node, found: Attention | OpaqueAttention) -> bool:
+    """Whether `found` is about `node`; a gated form takes the place of the very result."""
+    if found.node is not node:
+        return False
+    if isinstance(found, Attention):
+        return True
+    result = found.result.node
+    return result is node or (result.target is getitem and result.args[0] is node)
 
 
 @functools.cache

@@ -85,8 +85,8 @@ def read_opaque(
         node: the call of the operator.
         producer: what to call it in a report.
         gated: the gated form; see `register_attention` for what it must be.
-        output: the node that holds the result, with 2 to 4 dimensions in which the elements of
-            the gate are told apart; by default `node`, or the first of its results.
+        output: `node`, or the one of its results that is the output; by default the first. It
+            has 2 to 4 dimensions, in which the elements of the gate are told apart.
 
     Returns:
         The attention, or why it is none; never raises on what a graph may hold.

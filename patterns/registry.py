@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import itertools
 from collections.abc import Callable
-from pathlib import Path
-from types import CodeType
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,6 +12,7 @@ from torch.fx import Graph, Node
 
 from .attention import Attention
 from .decomposed import recognise_decomposed
+from .fingerprint import fingerprint
 from .flex import recognise_flex
 from .fused import FUSED
 from .logits import MATMULS
@@ -36,7 +34,7 @@ _RECOGNISERS: dict[Any, Recogniser] = {
     torch.ops.higher_order.flex_attention: recognise_flex,
     torch.ops.fusion_pass.paged_decode_attention.default: recognise_paged,
 }
-_ADAPTERS: dict[torch._ops.OpOverload, str] = {}
+_ADAPTERS: dict[torch._ops.OpOverload, str | None] = {}
 
 
 def may_be_attention(node: Node) -> bool:
@@ -60,7 +58,7 @@ def recognise_attention(node: Node) -> Attention | OpaqueAttention | Decline | N
     if not may_be_attention(node):
         return None
     found = _RECOGNISERS[node.target](node)
-    return checked(node.target, found) if node.target in _ADAPTERS else found
+    return checked(node, found) if node.target in _ADAPTERS else found
 
 
 def register_attention(
@@ -92,7 +90,8 @@ def register_attention(
         op: the operator overload, such as `torch.ops.engine.attention.default`.
         adapter: given a node that calls `op`, returns what it computes (see `read_attention`, and
             `read_opaque` for a gated form that depends on the call), a `Decline` that says why it
-            cannot be replaced, or None if it is no attention. It must not change the graph.
+            cannot be replaced, or None if it is no attention. It must not change the graph. While
+            one is registered that is bound to an object, as a method is, Inductor caches no graph.
         gated: the operator overload that computes `op(...) * sigmoid(gate)`.
 
     Registering again replaces what was registered.
@@ -118,27 +117,12 @@ def register_attention(
     if adapter is None or not callable(adapter):
         raise TypeError(f"the adapter of {op} must be callable, not {adapter!r}")
     _RECOGNISERS[op] = adapter
-    _ADAPTERS[op] = _fingerprint(adapter)
+    _ADAPTERS[op] = fingerprint(adapter)
 
 
-def adapters() -> tuple[tuple[str, str], ...]:
-    """The registered operators, and a fingerprint of each one's adapter, for cache keys."""
-    return tuple(sorted((str(op), fingerprint) for op, fingerprint in _ADAPTERS.items()))
+def adapters() -> tuple[tuple[str, str | None], ...]:
+    """The registered operators, and for cache keys a fingerprint of each one's adapter.
 
-
-def _fingerprint(adapter: Recogniser) -> str:
-    """A hash of the source file that defines an adapter, or of its code where there is none."""
-    digest = hashlib.sha256(getattr(adapter, "__qualname__", repr(adapter)).encode())
-    try:
-        digest.update(Path(inspect.getsourcefile(adapter) or "").read_bytes())
-    except (TypeError, OSError):
-        # Built in, or typed into a shell.
-        code = getattr(adapter, "__code__", None)
-        digest.update(b"" if code is None else repr(_plain(code)).encode())
-    return digest.hexdigest()
-
-
-def _plain(code: CodeType) -> tuple[object, ...]:
-    """What compiled code does, without the addresses and line numbers in it."""
-    constants = (_plain(x) if isinstance(x, CodeType) else x for x in code.co_consts)
-    return code.co_code, code.co_names, *constants
+    None stands for an adapter that depends on what has no fingerprint.
+    """
+    return tuple(sorted(((str(op), found) for op, found in _ADAPTERS.items()), key=itemgetter(0)))

@@ -209,6 +209,8 @@ DROPPED: dict[str, Callable[[Tensor], Tensor]] = {
     "bernoulli_": lambda weights: weights * torch.empty_like(weights).bernoulli_(0.7) / 0.7,
     "where": lambda weights: torch.where(torch.rand_like(weights) < 0.7, weights / 0.7, 0.0),
     "masked_fill": lambda weights: weights.masked_fill(torch.rand_like(weights) > 0.7, 0) / 0.7,
+    "compared": lambda weights: weights * (torch.tensor(0.3) < torch.rand_like(weights)) / 0.7,
+    "dropout2d": lambda weights: F.dropout2d(weights, 0.3),
 }
 
 
@@ -219,6 +221,17 @@ def test_weights_that_are_dropped_in_other_words(name: str, fallback: bool) -> N
         return DROPPED[name]((query @ wide(key).mT).softmax(-1)) @ wide(value)
 
     with torch.no_grad(), torch._inductor.config.patch(fallback_random=fallback):
+        torch.compile(gated(dropping), backend="fusion_pass", options=OPTIONS)(*inputs())
+    assert counters["fusion_pass"] == {"declined": 1, "declined: dropout": 1}
+
+
+def test_weights_and_that_of_a_sink_are_dropped() -> None:
+    def dropping(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+        logits = query @ wide(key).mT
+        weights = torch.cat((logits, logits[..., :1]), -1).softmax(-1)
+        return F.dropout(weights, 0.3)[..., :-1] @ wide(value)
+
+    with torch.no_grad():
         torch.compile(gated(dropping), backend="fusion_pass", options=OPTIONS)(*inputs())
     assert counters["fusion_pass"] == {"declined": 1, "declined: dropout": 1}
 

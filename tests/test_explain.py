@@ -289,6 +289,9 @@ class TestWhatIsFound:
             lambda output, gate: output * F.dropout(torch.sigmoid(gate), 0.1),
             lambda output, gate: F.dropout1d(output, 0.1) * torch.sigmoid(gate),
             lambda output, gate: F.alpha_dropout(output, 0.1, training=True) * torch.sigmoid(gate),
+            lambda output, gate: (
+                torch.where(torch.rand(output.shape) > 0.1, output, 0) * torch.sigmoid(gate)
+            ),
         ],
     )
     def test_dropout_of_output_or_gate(

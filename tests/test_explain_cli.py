@@ -119,7 +119,8 @@ def test_an_html_file_in_no_folder_is_refused_at_once(
         ({"model_type": "no such model"}, None, "knows no model_type 'no such model'"),
         ({"model_type": "qwen3_next", "hidden_size": "a"}, None, "transformers cannot read"),
         ({"model_type": "llama", "num_attention_heads": 0}, None, "transformers cannot read"),
-        ({"model_type": "llama", "auto_map": ["x"]}, None, "no model can be made of"),
+        ({"model_type": "llama", "auto_map": ["x"]}, None, "is no table of the model's classes"),
+        ({"auto_map": None}, None, "is no table of the model's classes"),
         ({"model_type": "llama", "vocab_size": -1}, None, "LlamaConfig cannot be built"),
         ({"model_type": "resnet"}, None, "no language model for ResNetConfig"),
         ({"model_type": "resnet"}, 1, "--layers 1 cannot be had: ResNetConfig does not count"),
@@ -208,7 +209,10 @@ def test_bad_arguments(
     assert "python -m fusion_pass explain: error: " in printed
 
 
-@pytest.mark.parametrize("text", ["{}", "not json", '{"model_type": "no such model"}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "not json", '{"model_type": "no such model"}', '{"auto_map": {"AutoConfig": "m.X"}}'],
+)
 def test_a_file_that_is_no_config(text: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.json"
     path.write_text(text)

@@ -16,10 +16,11 @@ from torch.fx import Graph, GraphModule
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask
 
-from fusion_pass import explain
+from fusion_pass import GatedAttentionPass, explain
 from fusion_pass.paged import check as paged_check
 from fusion_pass.patterns.gather import DROWNING
 from fusion_pass.profitability import structural_saving
+from tests.graphs import fake_mode, trace
 from tests.test_flex import Captured, flex
 
 aten = torch.ops.aten
@@ -398,6 +399,52 @@ def test_a_cache_written_in_the_same_step() -> None:
     assert all(torch.equal(x, copy) for x, copy in zip(inputs, copies, strict=True))
 
 
+@pytest.mark.parametrize("written", [None, "before", "between"])
+def test_a_table_computed_twice_around_a_write(written: str | None) -> None:
+    """Between the first steps of the two, not between the last, which alone are the tables."""
+
+    def program(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
+        table, _, gate = rest
+        numbers = [table + 1, table + 1]
+        pages = [cache[(n * 2) % PAGES] for cache, n in zip((key, value), numbers, strict=True)]
+        output = sdpa(query, *map(in_heads, pages), None)
+        return output.transpose(1, 2).reshape(B, 1, -1) * torch.sigmoid(gate)
+
+    mode = fake_mode()
+    graph = trace(program, *map(mode.from_tensor, case().all())).graph
+    first, second = graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    if written is not None:
+        with graph.inserting_before(first if written == "before" else second):
+            write = graph.call_function(aten.add_.Tensor, (first.args[0], 1))
+        write.meta["val"] = first.meta["val"]
+    GatedAttentionPass(devices=("cpu",), strict=True).rewrite(graph, True)
+    targets = [str(node.target) for node in graph.nodes]
+    assert (PAGED in targets, DENSE in targets) == (
+        (False, True) if written == "between" else (True, False)
+    )
+
+
+def test_tables_computed_twice_in_many_steps() -> None:
+    """Each step has two uses of the one before: there are 2**60 ways through them."""
+
+    def program(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
+        table, _, gate = rest
+
+        def number() -> Tensor:
+            found = table
+            for _ in range(60):
+                found = torch.bitwise_or(found, found)
+            return found
+
+        output = sdpa(query, in_heads(key[number()]), in_heads(value[number()]), None)
+        return output.transpose(1, 2).reshape(B, 1, -1) * torch.sigmoid(gate)
+
+    mode = fake_mode()
+    graph = trace(program, *map(mode.from_tensor, case().all())).graph
+    GatedAttentionPass(devices=("cpu",), strict=True).rewrite(graph, True)
+    assert PAGED in [str(node.target) for node in graph.nodes]
+
+
 def test_a_dynamic_batch() -> None:
     def forward(
         query: Tensor, key: Tensor, value: Tensor, table: Tensor, lengths: Tensor, gate: Tensor
@@ -442,6 +489,17 @@ def test_layers_share_table_and_lengths() -> None:
 def other_tables(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
     table, _, gate = rest
     output = sdpa(query, in_heads(key[table]), in_heads(value[table.flip(1)]), None)
+    return output.transpose(1, 2).reshape(B, 1, -1) * torch.sigmoid(gate)
+
+
+def signed_zeros(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
+    """Pages of K from the start, and of V from the end."""
+    table, _, gate = rest
+    pages = [
+        cache[torch.copysign(table.float(), torch.full((), zero)).long()]
+        for cache, zero in ((key, 0.0), (value, -0.0))
+    ]
+    output = sdpa(query, *map(in_heads, pages), None)
     return output.transpose(1, 2).reshape(B, 1, -1) * torch.sigmoid(gate)
 
 
@@ -505,6 +563,7 @@ def filled(fill: float) -> Callable[..., Tensor]:
 
 LEFT: dict[str, Callable[..., Tensor]] = {
     "other-tables": other_tables,
+    "tables-of-signed-zeros": signed_zeros,
     "gathered-by-row": gathered_by_row,
     "interleaved": reversed_pages,
     "each-page-twice": model(twice(2), MASKS["lt"]),

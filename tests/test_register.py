@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +30,7 @@ from fusion_pass.patterns import (
     read_opaque,
     registry,
 )
+from fusion_pass.patterns.fingerprint import fingerprint
 from tests.graphs import fake_mode, trace
 
 OPTIONS = {"fusion_pass.devices": ("cpu",), "fusion_pass.strict": True}
@@ -43,7 +47,13 @@ def _(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
     return torch.empty_like(query)
 
 
+@torch.library.custom_op("fusion_pass_tests::attend_gated", mutates_args=())
+def attend_gated(query: Tensor, key: Tensor, value: Tensor, window: int, gate: Tensor) -> Tensor:
+    return attend(query, key, value, window) * torch.sigmoid(gate)
+
+
 OP = torch.ops.fusion_pass_tests.attend.default
+GATED = torch.ops.fusion_pass_tests.attend_gated.default
 
 
 def adapter(node: Node) -> Attention | Decline:
@@ -183,6 +193,10 @@ WRONG: dict[str, Callable[[Attention], Any]] = {
     "a mask by number": lambda found: dataclasses.replace(found, mask=3),
     "sinks by number": lambda found: dataclasses.replace(found, sinks=3),
     "the operator as its gated form": lambda found: read_opaque(found.node, "engine", OP),
+    "another call": lambda found: dataclasses.replace(found, node=found.query.node),
+    "a gated form of another value": lambda found: read_opaque(
+        found.node, "engine", GATED, output=found.query.node
+    ),
     "no gated form": lambda found: read_opaque(found.node, "engine", None),  # type: ignore[arg-type]
 }
 
@@ -223,8 +237,149 @@ def test_the_uuid_knows_of_adapters() -> None:
 def test_an_adapter_from_no_file_is_known_by_its_code() -> None:
     found = []
     for text in ("lambda node: [1, None]", "lambda node: [1, None]", "lambda node: [2, None]"):
-        found.append(registry._fingerprint(eval(compile(text, "<shell>", "eval"))))
+        found.append(fingerprint(eval(compile(text, "<shell>", "eval"))))
     assert found[0] == found[1] != found[2]
+
+
+def scaled(node: Node, scale: float = 1.0) -> Attention | Decline:
+    query, key, value, _ = node.args
+    return read_attention(
+        node, "engine", query=query, key=key, value=value, output=node, scale=scale
+    )
+
+
+def closure(scale: object, other: object = None) -> Callable[[Node], object]:
+    return lambda node: (scaled, scale, other)
+
+
+class Engine:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def read(self, node: Node) -> Attention | Decline:
+        return scaled(node, self.scale)
+
+    @classmethod
+    def plain(cls, node: Node) -> Attention | Decline:
+        return scaled(node)
+
+
+class Mode(Enum):
+    ONE = 1
+    TWO = 2
+
+
+KNOWN: dict[str, Callable[[], object]] = {
+    "a function": lambda: scaled,
+    "another function": lambda: adapter,
+    "a class's method": lambda: Engine.plain,
+    "a partial": lambda: functools.partial(scaled, scale=0.1),
+    "another partial": lambda: functools.partial(scaled, scale=2.0),
+    "by position": lambda: functools.partial(scaled, 0.1),
+    "a closure": lambda: closure(0.1),
+    "another closure": lambda: closure(2.0),
+    "zero": lambda: closure(0.0),
+    "negative zero": lambda: closure(-0.0),
+    "an integer": lambda: closure(1),
+    "a boolean": lambda: closure(True),
+    "text": lambda: closure("1"),
+    "bytes": lambda: closure(b"1"),
+    "a tuple": lambda: closure((1, (2,))),
+    "a flat tuple": lambda: closure((1, 2)),
+    "a set": lambda: closure(frozenset((2, 1))),
+    "a dtype": lambda: closure(torch.float32),
+    "an operator": lambda: closure(OP),
+    "a member": lambda: closure(Mode.ONE),
+    "another member": lambda: closure(Mode.TWO),
+    "a module": lambda: closure(math),
+    "a class": lambda: closure(Engine),
+    "a function of C": lambda: closure(math.sin),
+    "another of C": lambda: closure(math.cos),
+    "one twice": lambda: closure(closure(1), closure(2)),
+    "two": lambda: closure(closure(2), closure(1)),
+}
+UNKNOWN: dict[str, Callable[[], object]] = {
+    "a method": lambda: Engine(0.1).read,
+    "an object": lambda: closure(Engine(0.1)),
+    "a list": lambda: closure([1]),
+    "in a tuple": lambda: closure((1, [1])),
+    "a tensor": lambda: closure(torch.zeros(1)),
+    "in a partial": lambda: functools.partial(scaled, scale=torch.zeros(1)),
+    "a method of C": lambda: closure("text".upper),
+}
+
+
+def test_what_an_adapter_is_bound_to_is_part_of_its_fingerprint() -> None:
+    found = {name: fingerprint(make()) for name, make in KNOWN.items()}
+    assert None not in found.values()
+    assert len(set(found.values())) == len(KNOWN)
+    assert found == {name: fingerprint(make()) for name, make in KNOWN.items()}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_has_no_fingerprint_switches_the_cache_off(name: str) -> None:
+    given: Any = UNKNOWN[name]()
+    assert fingerprint(given) is None
+    with registering(given):
+        assert GatedAttentionPass().uuid() is None
+    assert GatedAttentionPass().uuid() is not None
+
+
+def test_a_function_that_calls_itself_has_a_fingerprint() -> None:
+    def read(node: Node) -> object:
+        return read(node) if node.users else None
+
+    assert fingerprint(read) is not None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda scale: functools.partial(scaled, scale=scale),
+        lambda scale: lambda node: scaled(node, scale),
+        lambda scale: Engine(scale).read,
+    ],
+    ids=["partial", "closure", "method"],
+)
+def test_adapters_of_one_function_share_no_code(
+    make: Callable[[float], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = []
+    for scale in (0.1, 2.0):
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(fx_graph_cache=True), registering(make(scale)):
+            found.append(run(0))
+    query, key, value, gate = inputs()
+    for scale, got in zip((0.1, 2.0), found, strict=True):
+        output = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, scale=scale)
+        expected = output.transpose(1, 2).reshape(2, 1, -1) * torch.sigmoid(gate)
+        torch.testing.assert_close(got, expected)
+
+
+def test_an_operand_that_an_earlier_fusion_removed() -> None:
+    """Two layers share K and V, and the second's adapter remembers the first's."""
+    seen: list[Any] = []
+
+    def remembering(node: Node) -> Attention | Decline:
+        query, key, value, _ = node.args
+        seen.append((key, value))
+        key, value = seen[0]
+        return read_attention(node, "engine", query=query, key=key, value=value, output=node)
+
+    def layers(query: Tensor, key: Tensor, value: Tensor, gate: Tensor) -> Tensor:
+        for _ in range(2):
+            wide = (x.repeat_interleave(2, 1) for x in (key, value))
+            query = model(query, *wide, gate, 0).view(query.shape) + 1
+        return query
+
+    mode = fake_mode()
+    with registering(remembering):
+        graph = trace(layers, *map(mode.from_tensor, inputs())).graph
+        report = GatedAttentionPass(devices=("cpu",), strict=True).rewrite(graph, True)
+    assert [site.fused for site in report.sites] == [True, False]
+    assert report.sites[1].reason == Reason.ATTENTION_LAYOUT.value
+    graph.lint()
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ class TestCommand:
             ("missing", "page.html", "FUSION_PASS_DUMP="),
             ("empty", "page.html", "holds no graph-"),
             ("dump", "no/such/folder/page.html", "there is no folder"),
-            ("dump", "dump", "Is a directory"),
+            ("dump", "dump", "it is a folder"),
         ],
     )
     def test_says_what_is_wrong(
