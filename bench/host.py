@@ -16,7 +16,7 @@ from bench.model import BACKENDS, LIVE, warm
 from bench.models import Decode
 from bench.results import candidates
 from bench.session import Session, parser
-from fusion_pass.timing import Arm, WallClock, interleave, with_null
+from fusion_pass.timing import Arm, WallClock, interleave, with_nulls
 
 LAYERS = (8,)
 BATCH, CAPACITY = 1, 4096
@@ -51,7 +51,7 @@ def measure(session: Session, rounds: int, layers: int) -> dict[str, Any]:
         "done": WallClock(torch.cuda.synchronize),
     }
     return {
-        name: candidates(interleave(with_null(arms), clock, rounds=rounds), refused)
+        name: candidates(interleave(with_nulls(arms), clock, rounds=rounds), refused)
         for name, clock in clocks.items()
     }
 

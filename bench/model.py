@@ -22,7 +22,7 @@ from bench.models import MODELS, Decode, Model
 from bench.operands import relative_error
 from bench.results import candidates, failed
 from bench.session import Session, parser
-from fusion_pass.timing import Arm, WallClock, capture, interleave, with_null
+from fusion_pass.timing import Arm, WallClock, capture, interleave, with_null, with_nulls
 
 BATCHES = (1, 8, 32)
 CAPACITIES = (4096, 32768, 131072)
@@ -157,7 +157,7 @@ class ModelBench:
         calls = [
             Arm(name, partial(decode.step, step), decode.prepare) for name, step in kept.items()
         ]
-        called = interleave(with_null(calls), self._wall_clock, seconds=MOST_SECONDS, most=60)
+        called = interleave(with_nulls(calls), self._wall_clock, seconds=MOST_SECONDS, most=60)
         # The graphs' pools take the memory that the calls have given back.
         torch.cuda.empty_cache()
         graphs, unrecorded = capture_steps(decode, kept)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fusion_pass.timing import NULL, Summary
+from fusion_pass.timing import NULL, Summary, is_null
 
 SCHEMA = 1
 FOLDER = Path(__file__).parent / "results"
@@ -45,7 +45,7 @@ def candidates(
     timings = {
         name: timed(summary, **details.get(name, {}))
         for name, summary in summaries.items()
-        if name != NULL
+        if not is_null(name)
     }
     null = timed(summaries[NULL]) if NULL in summaries else None
     return {"candidates": timings | {k: dict(v) for k, v in refused.items()}, "null": null}

@@ -24,7 +24,7 @@ from bench.models import Decode, named
 from bench.results import candidates, failed
 from bench.session import Session, parser
 from examples.tensor_parallel import shard_by_its_plan, start
-from fusion_pass.timing import Arm, Clock, CudaClock, Summary, WallClock, interleave, with_null
+from fusion_pass.timing import Arm, Clock, CudaClock, Summary, WallClock, interleave, with_nulls
 
 HEADS: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 4}
 # The ranks must take the same number of samples, so that it cannot depend on how long they take.
@@ -133,7 +133,7 @@ class ShardedBench:
 
     def _time(self, arms: Sequence[Arm], clock: Clock) -> dict[str, Summary]:
         """The slowest rank's times of each arm."""
-        own = interleave(with_null(arms), clock, rounds=ROUNDS)
+        own = interleave(with_nulls(arms), clock, rounds=ROUNDS)
         everyone = everywhere(own)
         return {
             name: max((ranks[name] for ranks in everyone), key=lambda summary: summary.median)

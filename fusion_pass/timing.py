@@ -70,6 +70,21 @@ def with_null(arms: Sequence[Arm]) -> list[Arm]:
     return [*arms, Arm(NULL, arms[0].run, arms[0].prepare)]
 
 
+def with_nulls(arms: Sequence[Arm]) -> list[Arm]:
+    """As `with_null`, and each other arm once more too, as a null arm of its own.
+
+    For what is timed on the host, where code is the faster the more often it runs: with stock
+    alone run twice a round, a step of equal work took 3 to 5 % longer.
+    """
+    others = [Arm(f"{NULL} of {arm.name}", arm.run, arm.prepare) for arm in arms[1:]]
+    return [*with_null(arms), *others]
+
+
+def is_null(name: str) -> bool:
+    """Whether an arm of this name repeats another."""
+    return name == NULL or name.startswith(f"{NULL} of ")
+
+
 def interleave(
     arms: Sequence[Arm],
     clock: Clock,

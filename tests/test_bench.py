@@ -56,10 +56,13 @@ from fusion_pass.timing import (
     Arm,
     Captured,
     Summary,
+    WallClock,
     interleave,
+    is_null,
     quantile,
     summarise,
     with_null,
+    with_nulls,
 )
 
 CPU = torch.device("cpu")
@@ -134,7 +137,25 @@ def test_the_null_arm_is_the_first_arm_again() -> None:
     null = with_null(arms)[-1]
     null.run()
     assert (null.name, ran, null.prepare) == (NULL, ["a"], nothing)
-    assert with_null([]) == []
+    assert with_null([]) == with_nulls([]) == []
+
+
+def test_on_the_host_every_arm_runs_equally_often() -> None:
+    ran: list[str] = []
+    arms = [Arm(name, functools.partial(ran.append, name), nothing) for name in "abc"]
+    twice = with_nulls(arms)
+    assert [arm.name for arm in twice if not is_null(arm.name)] == ["a", "b", "c"]
+    assert [arm.name for arm in twice].count(NULL) == 1
+    for arm in twice:
+        assert arm.prepare is nothing
+        arm.run()
+    assert sorted(ran) == ["a", "a", "b", "b", "c", "c"]
+    entry = candidates(interleave(twice, WallClock(lambda: None), rounds=10), {})
+    assert entry["candidates"].keys() == set("abc")
+    assert entry["null"]["samples"] == 10
+
+
+def test_no_arms_take_no_time() -> None:
     assert interleave([], ScriptedClock()) == {}
 
 
