@@ -13,13 +13,13 @@ from torch._dynamo.utils import counters
 from torch.fx import Node
 
 import fusion_pass
-from fusion_pass.patterns import Attention, Decline, Reason, read_attention
+from fusion_pass.patterns import Attention, Decline, Reason, arguments, read_attention
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @torch.library.custom_op("example::attend", mutates_args=())
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, window: int) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, window: int = 0) -> Tensor:
     """(B, Hq, Q, D) of (B, Hkv, S, D); a window of 0 is none."""
     if window:
         mask = mask & (torch.arange(key.shape[2], device=key.device) >= key.shape[2] - window)
@@ -27,18 +27,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, window: int)
 
 
 @attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, window: int) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, window: int = 0) -> Tensor:
     return torch.empty_like(query)
 
 
 def read(node: Node) -> Attention | Decline:
     """What a call of the operator computes, or why it is not known."""
-    query, key, value, mask, window = node.args
-    if window != 0:
+    # By name: the graph leaves arguments out that equal their defaults.
+    given = arguments(node)
+    if (window := given.pop("window")) != 0:
         return Decline(Reason.MASK_LAYOUT, f"a window of {window} is not read")
-    return read_attention(
-        node, "example", query=query, key=key, value=value, mask=mask, output=node
-    )
+    return read_attention(node, "example", **given, output=node)
 
 
 def layer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tune.add_argument("--quick", action="store_true", help="six shapes only")
     tune.add_argument("--output", type=Path, help="the table (default: in the user's cache folder)")
     tune.add_argument("--budget", type=float, help="seconds after which no shape is begun")
-    tune.set_defaults(run=_tune)
+    tune.set_defaults(run=functools.partial(_tune, tune))
     arguments = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
     return run(arguments)
@@ -106,15 +107,18 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     if arguments.html is not None:
         try:
             arguments.html.write_text(found.to_html(), encoding="utf-8")
+            print(f"{arguments.html}: written", file=sys.stderr)
         except OSError as error:
             _fail(parser, f"--html {arguments.html}: {error}")
     return 1 if arguments.require_all and not found.all_fused else 0
 
 
-def _tune(arguments: argparse.Namespace) -> int:
+def _tune(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from fusion_pass.tune import BUDGET, run
 
     budget: float | None = arguments.budget
+    if budget is not None and not budget > 0:
+        parser.error(f"--budget {budget}: it must be more than 0 seconds")
     return run(arguments.quick, arguments.output, BUDGET if budget is None else budget)
 
 

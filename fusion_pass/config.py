@@ -92,8 +92,12 @@ class Config:
         return cls(**(_environment() | overrides))
 
     def cache_key(self) -> tuple[object, ...]:
-        """The settings that change the rewrite, for the `uuid()` of a pass; picklable."""
-        return self.enabled, tuple(sorted(set(self.devices))), self.numerics, self.policy
+        """The settings that change the rewrite, for the `uuid()` of a pass; picklable.
+
+        `strict` is one: a graph in a cache may be one that a fault has left as it was.
+        """
+        devices = tuple(sorted(set(self.devices)))
+        return self.enabled, devices, self.numerics, self.policy, self.strict
 
 
 def switched_off() -> bool:

@@ -36,7 +36,7 @@ _CPU_PRODUCER = (
 _OF_SDPA = ("cpu-flash", profitability.DECOMPOSED)
 _CPU = (
     "Judged for the CPU, on which nothing is rewritten unless asked for; "
-    'device="cuda" judges for a GPU.'
+    'device="cuda" (--device cuda) judges for a GPU.'
 )
 _JUDGE_FOR_GPU = 'pass device="cuda" to judge for a GPU'
 _OFF = "The pass is switched off (FUSION_PASS=0 or enabled=False): nothing is fused"
@@ -170,7 +170,7 @@ def assert_fused(
         return found
     failed = "not every gated attention would be fused"
     if expected is not None:
-        failed = f"{found.fused} attentions would be fused, not {expected}"
+        failed = f"attentions that would be fused: {found.fused}, not {expected}"
     if not found.enabled:
         failed = _OFF
     elif found.device == _CPU_NAME and kwargs.get("device") is None:

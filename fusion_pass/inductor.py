@@ -137,7 +137,9 @@ def lack_of_compiler(fault: InductorError) -> str | None:
     """What is missing to compile C++ on this machine, and how to get it; None for other faults."""
     inner = fault.inner_exception
     if isinstance(inner, InvalidCxxCompiler):
-        return "there is no C++ compiler; install g++ (Debian: apt-get install g++), or set CXX"
+        return (
+            "no C++ compiler is found; install g++ (Debian: apt-get install g++), or set CXX to one"
+        )
     if isinstance(inner, CppCompileError) and "Python.h: No such file" in inner.output:
         return "Python's headers are missing; install them (Debian: apt-get install python3-dev)"
     return None

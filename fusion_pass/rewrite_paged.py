@@ -91,12 +91,19 @@ def _call_gated(insert: Inserter, match: GatedOpaque, gate: Node, modes: dict[st
         raise GatedFormError(
             f"{attention.gated} fails under fake tensors: {type(fault).__name__}: {fault}"
         ) from fault
-    found, expected = shape(fused), shape(attention.result.node)
-    own, product = tensor(fused).dtype, tensor(match.gate.product.node).dtype
-    if not same_shape(found, expected) or own is not product:
+    if not has_tensor(fused):
+        raise GatedFormError(f"{attention.gated} gives no tensor under fake tensors")
+    found, product = tensor(fused), tensor(match.gate.product.node)
+    sizes, expected = shape(fused), shape(attention.result.node)
+    if (
+        not same_shape(sizes, expected)
+        or (found.dtype, found.device) != (product.dtype, product.device)
+        or not found.is_contiguous()
+    ):
         raise GatedFormError(
-            f"{attention.gated} is {own} {list(found)} under fake tensors, "
-            f"not {product} {list(expected)}"
+            f"{attention.gated} is {found.dtype} {list(sizes)} of strides {found.stride()} on "
+            f"{found.device} under fake tensors, not {product.dtype} {list(expected)}, "
+            f"contiguous, on {product.device}"
         )
     return fused
 

@@ -11,7 +11,7 @@ from .operands import read_attention
 from .paged import OpaqueAttention, read_opaque
 from .reason import Decline, Reason
 from .registry import adapters, candidates, may_be_attention, register_attention
-from .trace import Operand
+from .trace import Operand, arguments
 from .unregistered import unregistered
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Recognition",
     "Sizes",
     "adapters",
+    "arguments",
     "candidates",
     "convert",
     "may_be_attention",

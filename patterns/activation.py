@@ -8,7 +8,7 @@ from typing import cast
 from torch.fx import Node
 
 from .dropout import COMPARISONS, is_random
-from .trace import CAST, aten, constant, has_tensor, source
+from .trace import CAST, aten, constant, has_tensor, scaling, source
 
 DROPOUT = "dropout"
 _POINTWISE = {
@@ -77,18 +77,22 @@ _WEIGHTED = (
     ("mish", {aten.log1p.default, aten.tanh.default}),
     ("gelu", {aten.erf.default}),
     ("gelu", {aten.tanh.default, aten.add.Tensor}),
-    ("hardswish", {aten.clamp_min.default, aten.clamp_max.default}),
+    ("hardswish", {aten.clamp_min.default, aten.clamp_max.default, aten.add.Tensor}),
 )
 _NAMES = (
+    ("logsigmoid", {aten.log1p.default, aten.minimum.default}),
     ("softplus", {aten.log1p.default}),
     ("erf with a factor or an offset", {aten.erf.default, aten.mul.Tensor}),
     ("erf with a factor or an offset", {aten.erf.default, aten.add.Tensor}),
     ("erf", {aten.erf.default}),
+    ("tanhshrink", {aten.tanh.default, aten.sub.Tensor}),
     ("tanh with a factor or an offset", {aten.tanh.default, aten.mul.Tensor}),
     ("tanh with a factor or an offset", {aten.tanh.default, aten.add.Tensor}),
     ("tanh", {aten.tanh.default}),
-    ("hardsigmoid", {aten.clamp_min.default, aten.clamp_max.default}),
-    ("elu", {aten.expm1.default}),
+    ("hardsigmoid", {aten.clamp_min.default, aten.clamp_max.default, aten.add.Tensor}),
+    ("a clamp", {aten.clamp_min.default, aten.clamp_max.default}),
+    ("elu, selu or celu", {aten.expm1.default}),
+    ("relu to a power", {aten.relu.default, aten.pow.Tensor_Scalar}),
     ("relu", {aten.relu.default}),
     ("relu", {aten.clamp_min.default}),
 )
@@ -111,6 +115,7 @@ def _of_sigmoid(cone: list[Node]) -> str | None:
     spelled_out = {aten.exp.default, aten.neg.default} <= targets
     if spelled_out:
         arguments |= {_root(node) for node in cone if node.target is aten.neg.default}
+    unscaled = {_plain(node.args[0]) for node in arguments if scaling(node) is not None}
     if not arguments:
         return "exp" if targets - {CAST} == {aten.exp.default} else None
     for node in cone:
@@ -118,6 +123,8 @@ def _of_sigmoid(cone: list[Node]) -> str | None:
             continue
         if any(factor in arguments for factor in map(_plain, node.args)):
             return "silu"
+        if any(factor in unscaled for factor in map(_plain, node.args)):
+            return "a silu of a scaled argument"
         if any(constant(factor) not in (None, 1.0) for factor in node.args):
             return "a sigmoid with a factor"
     return "a sigmoid with an offset" if aten.add.Tensor in targets and not spelled_out else None

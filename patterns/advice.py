@@ -56,7 +56,8 @@ ADVICE: dict[Reason, Advice] = {
     Reason.OUTPUT_USED: Advice(
         "The output before the gate is used by something else than the gate, so that it must be "
         "computed anyway.",
-        "Drop the other use, or take it from the gated result.",
+        "Drop the other use, or take it from the gated result. A norm between output and gate is "
+        "such a use: only one after the product leaves an attention that can be fused.",
     ),
     Reason.STATISTICS_USED: Advice(
         "Something inside the attention, such as logsumexp or the weights, is used as well.",

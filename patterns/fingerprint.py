@@ -1,98 +1,142 @@
-"""A fingerprint of a function and of all that it is bound to, for cache keys."""
+"""An identity of a function and of all that it is bound to, for cache keys."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import inspect
-from enum import Enum
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, EllipsisType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_NAMED = (torch.dtype, torch.device, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, EllipsisType)
+_NAMED = (torch.dtype, torch.device, torch._ops.OpOverload)
+_OF_CODE = (
+    "co_code",
+    "co_exceptiontable",
+    "co_flags",
+    "co_argcount",
+    "co_posonlyargcount",
+    "co_kwonlyargcount",
+    "co_names",
+    "co_varnames",
+    "co_freevars",
+    "co_cellvars",
+    "co_consts",
+)
 
 
 class _UnknownError(Exception):
-    """A value whose text does not tell what it does, or that may do something else later."""
+    """A value that does not tell what it does, or that may do something else later."""
 
 
-def fingerprint(function: object) -> str | None:
-    """A hash of what `function` does, the same in another process.
+class Identity:
+    """What a function does, as a hash that is the same in another process.
 
-    Hashed are its code and source file, its defaults, and what its closure, a `functools.partial`
-    or its class binds it to: numbers, text, enums, dtypes, operators, modules, classes, functions,
-    and tuples and frozensets of these.
-
-    Returns:
-        None if it is bound to anything else, such as an object, which may change.
+    Hashed are the function's code and the file that holds it, and as they are whenever the hash is
+    asked for its defaults, its attributes and what its closure or a `functools.partial` binds it
+    to: numbers, text, dtypes, operators, imported modules, functions, and tuples and frozensets of
+    these. The file is read once: what it holds later is not what runs.
     """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._files: dict[str, str] = {}
+        self.fingerprint()
+
+    def fingerprint(self) -> str | None:
+        """The hash; None if the function is bound to anything else, such as an object."""
+        try:
+            return _Hasher(self._files).hash(self._function)
+        except Exception:
+            # Whatever an odd value raises when it is looked at, it has no identity.
+            return None
+
+
+class _Hasher:
+    """One walk over a value; a part that is met twice is hashed once."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self._files = files
+        # Of each part by its id, which is its own as long as the whole is held.
+        self._hashes: dict[int, str] = {}
+
+    def hash(self, value: Any) -> str:
+        """A hash that values of other meanings do not have."""
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, _NAMED):
+            return _digest(kind.__name__, repr(value))
+        if id(value) not in self._hashes:
+            # Of a function that reaches itself: the how manieth part it is.
+            self._hashes[id(value)] = f"part {len(self._hashes)}"
+            self._hashes[id(value)] = self._compound(kind, value)
+        return self._hashes[id(value)]
+
+    def _compound(self, kind: type, value: Any) -> str:
+        if kind is tuple:
+            return self._all("tuple", value)
+        if kind is frozenset:
+            return _digest("frozenset", *sorted(map(self.hash, value)))
+        if kind is functools.partial:
+            return self._all("partial", (value.func, value.args, *_items(value.keywords)))
+        if kind is FunctionType:
+            return self._function(value)
+        if kind is CodeType:
+            return self._all("code", (getattr(value, name, None) for name in _OF_CODE))
+        if kind is CellType:
+            return self._all("cell", _content(value))
+        if kind is BuiltinFunctionType and isinstance(value.__self__, ModuleType):
+            return self._all("built in", (value.__self__, value.__name__))
+        if kind is ModuleType and value in _imported(value.__name__):
+            return _digest("module", value.__name__)
+        raise _UnknownError
+
+    def _function(self, function: FunctionType) -> str:
+        bound = function.__defaults__, *_items(function.__kwdefaults__ or {}), None
+        cells = tuple(function.__closure__ or ())
+        parts = (function.__code__, bound, cells, *_items(function.__dict__))
+        return self._all("function", (self._file(function), *parts))
+
+    def _file(self, function: FunctionType) -> str:
+        """A hash of the file that defines `function`; empty where there is none."""
+        name = function.__code__.co_filename
+        if name not in self._files:
+            try:
+                content = Path(inspect.getsourcefile(function) or "").read_bytes()
+                self._files[name] = hashlib.sha256(content).hexdigest()
+            except (TypeError, OSError):
+                # Typed into a shell.
+                self._files[name] = ""
+        return self._files[name]
+
+    def _all(self, kind: str, parts: Iterable[Any]) -> str:
+        return _digest(kind, *map(self.hash, parts))
+
+
+def _imported(name: str) -> tuple[ModuleType, ...]:
+    return (sys.modules[name],) if name in sys.modules else ()
+
+
+def _items(named: dict[str, Any]) -> list[tuple[str, Any]]:
+    return sorted(named.items())
+
+
+def _content(cell: CellType) -> tuple[Any, ...]:
+    """What a cell holds; nothing if its variable has not been assigned."""
     try:
-        text = _spell(function, {})
-    except _UnknownError:
-        return None
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _spell(value: Any, seen: dict[int, int]) -> str:
-    """`value` as text that no value of another meaning has."""
-    if type(value) in _PLAIN or isinstance(value, _NAMED):
-        return f"{type(value).__name__} {value!r}"
-    if type(value) in (tuple, frozenset):
-        items = [_spell(item, seen) for item in value]
-        return f"{type(value).__name__} {items if type(value) is tuple else sorted(items)}"
-    if isinstance(value, Enum):
-        return f"{_spell(type(value), seen)} {value.name}"
-    if type(value) is functools.partial:
-        bound = value.args, tuple(sorted(value.keywords.items()))
-        return f"partial {_spell((value.func, *bound), seen)}"
-    if isinstance(value, MethodType):
-        return f"method {_spell((value.__func__, value.__self__), seen)}"
-    if isinstance(value, FunctionType):
-        return _spell_function(value, seen)
-    if isinstance(value, (type, ModuleType)) or _is_built_in(value):
-        module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
-        return f"{type(value).__name__} {module} {name or value.__name__} {_source(value)}"
-    raise _UnknownError
-
-
-def _spell_function(function: FunctionType, seen: dict[int, int]) -> str:
-    if id(function) in seen:
-        return f"again {seen[id(function)]}"
-    seen[id(function)] = len(seen)
-    cells = tuple(cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell))
-    keywords = tuple(sorted((function.__kwdefaults__ or {}).items()))
-    bound = _spell((function.__defaults__, keywords, cells), seen)
-    code = repr(_plain(function.__code__))
-    return f"function {function.__qualname__} {_source(function)} {code} {bound}"
-
-
-def _is_built_in(value: Any) -> bool:
-    """Whether `value` is a function of a module that is not written in Python."""
-    return isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType)
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
+        return (cell.cell_contents,)
     except ValueError:
-        return True
-    return False
+        return ()
 
 
-def _source(value: Any) -> str:
-    """A hash of the file that defines `value`; empty where there is none."""
-    try:
-        return hashlib.sha256(Path(inspect.getsourcefile(value) or "").read_bytes()).hexdigest()
-    except (TypeError, OSError):
-        # Built in, or typed into a shell.
-        return ""
-
-
-def _plain(code: CodeType) -> tuple[object, ...]:
-    """What compiled code does, without the addresses and line numbers in it."""
-    constants = (_plain(x) if isinstance(x, CodeType) else x for x in code.co_consts)
-    return code.co_code, code.co_names, *constants
+def _digest(*texts: str) -> str:
+    """A hash of a sequence of texts, wherever one ends and the next begins."""
+    whole = hashlib.sha256()
+    for text in texts:
+        encoded = text.encode()
+        whole.update(b"%d:" % len(encoded) + encoded)
+    return whole.hexdigest()

@@ -76,7 +76,7 @@ def _reach_product(attention: Attention | OpaqueAttention) -> tuple[Node, Operan
             return Decline(
                 Reason.OUTPUT_USED,
                 f"{current.node.name} has {len(users)} uses: "
-                + ", ".join(user.name for user in users[:4]),
+                + ", ".join(f"{user.name} ({user.target})" for user in users[:4]),
             )
         user = users[0]
         if user.target is aten.mul.Tensor and has_tensor(user):

@@ -74,7 +74,7 @@ EXPECTED: dict[Reason, str] = {
     Reason.GATE_DTYPE: "a product in the attention's dtype or float32, and at most one rounding",
     Reason.OUTPUT_USED: "output * sigmoid(gate) as the output's only use",
     Reason.STATISTICS_USED: "no use of logsumexp, logits or weights outside the attention",
-    Reason.ATTENTION_LAYOUT: "query (B, Hq, Q, D), and K and V (B, Hkv, S, D), in any arrangement",
+    Reason.ATTENTION_LAYOUT: "query (B, Hq, Q, D), and K and V (B, Hkv, S, D), behind any views",
     Reason.KEY_VALUE_LAYOUT: "K and V with a number of heads that divides the query's",
     Reason.MASK_LAYOUT: "a mask that broadcasts to (B, Hq, Q, S)",
     Reason.MASK_DTYPE: "a boolean, bfloat16, float16 or float32 mask",

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from .attention import Attention
 from .decomposed import recognise_decomposed
-from .fingerprint import fingerprint
+from .fingerprint import Identity
 from .flex import recognise_flex
 from .fused import FUSED
 from .logits import MATMULS
@@ -34,7 +34,7 @@ _RECOGNISERS: dict[Any, Recogniser] = {
     torch.ops.higher_order.flex_attention: recognise_flex,
     torch.ops.fusion_pass.paged_decode_attention.default: recognise_paged,
 }
-_ADAPTERS: dict[torch._ops.OpOverload, str | None] = {}
+_ADAPTERS: dict[torch._ops.OpOverload, Identity | str] = {}
 
 
 def may_be_attention(node: Node) -> bool:
@@ -116,13 +116,18 @@ def register_attention(
         return
     if adapter is None or not callable(adapter):
         raise TypeError(f"the adapter of {op} must be callable, not {adapter!r}")
+    identity = Identity(adapter)
     _RECOGNISERS[op] = adapter
-    _ADAPTERS[op] = fingerprint(adapter)
+    _ADAPTERS[op] = identity
 
 
 def adapters() -> tuple[tuple[str, str | None], ...]:
-    """The registered operators, and for cache keys a fingerprint of each one's adapter.
+    """The registered operators, and for cache keys what is known of each one's adapter by now.
 
-    None stands for an adapter that depends on what has no fingerprint.
+    None stands for an adapter that depends on what cannot be known.
     """
-    return tuple(sorted(((str(op), found) for op, found in _ADAPTERS.items()), key=itemgetter(0)))
+    found = (
+        (str(op), known.fingerprint() if isinstance(known, Identity) else known)
+        for op, known in _ADAPTERS.items()
+    )
+    return tuple(sorted(found, key=itemgetter(0)))

@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import fusion_pass
-from fusion_pass.patterns import Attention, Decline, read_attention
+from fusion_pass.patterns import Attention, Decline, arguments, read_attention
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM = 2, 8, 2, 256, 64
 PAGE_SIZE = 16
@@ -66,8 +66,15 @@ def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def read_attend(node: Node) -> Attention | Decline:
-    query, key, value = node.args
-    return read_attention(node, "my engine", query=query, key=key, value=value, output=node)
+    given = arguments(node)
+    return read_attention(
+        node,
+        "my engine",
+        query=given["query"],
+        key=given["key"],
+        value=given["value"],
+        output=node,
+    )
 
 
 def registered(query: Tensor, key: Tensor, value: Tensor, gate: Tensor) -> Tensor:

@@ -374,9 +374,7 @@ def test_a_forked_process_that_cannot_ask_for_the_gpus_still_compiles(
     graph_pass.visible_gpus.cache_clear()
 
 
-def test_the_identity_ignores_what_is_only_told() -> None:
-    own = GatedAttentionPass(devices=("cpu",)).uuid()
-    assert GatedAttentionPass(devices=("cpu",), strict=True).uuid() == own
+def test_what_is_only_told_switches_the_caches_off() -> None:
     # None switches the caches off: what is told must not depend on what they hold.
     for told in ({"dump": "folder"}, {"log": "debug"}):
         assert GatedAttentionPass(devices=("cpu",), **told).uuid() is None

@@ -76,7 +76,7 @@ def test_demo_names_what_the_interpreter_misses(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the demo compiles C++ on a CPU alone")
 @pytest.mark.parametrize(
     ("missing", "told"),
-    [("g++", "there is no C++ compiler"), ("Python.h", "Python's headers are missing")],
+    [("g++", "no C++ compiler is found"), ("Python.h", "Python's headers are missing")],
 )
 def test_demo_names_what_inductor_misses(missing: str, told: str, tmp_path: Path) -> None:
     compiler = tmp_path / "cxx"

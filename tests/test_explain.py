@@ -259,7 +259,13 @@ class TestWhatIsFound:
             (F.mish, "mish"),
             (F.hardsigmoid, "hardsigmoid"),
             (F.hardswish, "hardswish"),
-            (F.elu, "elu"),
+            (F.elu, "elu, selu or celu"),
+            (F.selu, "elu, selu or celu"),
+            (F.relu6, "a clamp"),
+            (F.logsigmoid, "logsigmoid"),
+            (F.tanhshrink, "tanhshrink"),
+            (lambda gate: F.relu(gate) ** 2, "relu to a power"),
+            (lambda gate: gate * torch.sigmoid(1.702 * gate), "a silu of a scaled argument"),
             (torch.exp, "exp"),
             (lambda gate: gate.softmax(-1), "softmax"),
             (lambda gate: 2 * torch.sigmoid(gate), "a sigmoid with a factor"),
@@ -848,7 +854,7 @@ class TestAssertFused:
     def test_a_number(self) -> None:
         assert_fused(in_two_graphs, *inputs(), device="cuda", expected=2)
         assert_fused(gated_by(F.silu), *inputs(), device="cuda", expected=0)
-        with pytest.raises(AssertionError, match="1 attentions would be fused, not 2"):
+        with pytest.raises(AssertionError, match="attentions that would be fused: 1, not 2"):
             assert_fused(program, *inputs(), device="cuda", expected=2)
 
     @pytest.mark.parametrize("expected", [None, 1])

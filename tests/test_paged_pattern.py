@@ -318,6 +318,7 @@ ENGINE = {
     "extra": "(Tensor q, Tensor cache, int layer, int page, Tensor gate, *, float scale) -> Tensor",
     "writes": "(Tensor q, Tensor(a!) cache, int layer, Tensor gate, *, float scale) -> Tensor",
     "shrinks": "(Tensor q, Tensor cache, int layer, Tensor gate, *, float scale=1.0) -> Tensor",
+    "strided": "(Tensor q, Tensor cache, int layer, Tensor gate, *, float scale=1.0) -> Tensor",
     "unfaked": "(Tensor q, Tensor cache, int layer, Tensor gate, *, float scale=1.0) -> Tensor",
     "int_gate": "(Tensor q, Tensor cache, int layer, int gate, *, float scale=1.0) -> Tensor",
     "may_gate": "(Tensor q, Tensor cache, int layer, Tensor? gate=None, *, float scale=1.0)"
@@ -360,6 +361,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
         q.logsumexp(-1),
     ),
     "shrinks": lambda q, cache, layer, gate, *, scale=1.0: q[:1] * 1.0,
+    "strided": lambda q, cache, layer, gate, *, scale=1.0: q.new_empty(q.shape[::-1]).t(),
 }
 for _name, _schema in ENGINE.items():
     LIB.define(_name + _schema)
@@ -466,11 +468,20 @@ class TestEngines:
         other = traced(unread, *engine_inputs())
         assert not recognitions(other.graph)
 
-    def test_a_gated_form_of_another_shape_leaves_the_graph_alone(self) -> None:
-        register_attention(engine.attend.default, gated=engine.shrinks.default)
+    @pytest.mark.parametrize(
+        ("gated", "told"),
+        [
+            ("shrinks", r"shrinks.default is torch.float32 \[1, "),
+            ("strided", r"strided.default is .* of strides \(1, 5\) on "),
+        ],
+    )
+    def test_a_gated_form_of_another_result_leaves_the_graph_alone(
+        self, gated: str, told: str
+    ) -> None:
+        register_attention(engine.attend.default, gated=getattr(engine, gated).default)
         module = traced(engine_model, *engine_inputs())
         before = str(module.graph)
-        with pytest.raises(GatedFormError, match=r"shrinks.default is torch.float32 \[1, "):
+        with pytest.raises(GatedFormError, match=told):
             run_pass(module, devices=("cpu",))
         assert str(module.graph) == before
 

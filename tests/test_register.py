@@ -6,8 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
+import subprocess
+import sys
+import types
 from collections.abc import Callable, Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,12 @@ from fusion_pass.patterns import (
     Mask,
     Operand,
     Reason,
+    arguments,
     read_attention,
     read_opaque,
     registry,
 )
-from fusion_pass.patterns.fingerprint import fingerprint
+from fusion_pass.patterns.fingerprint import Identity
 from tests.graphs import fake_mode, trace
 
 OPTIONS = {"fusion_pass.devices": ("cpu",), "fusion_pass.strict": True}
@@ -82,12 +86,12 @@ def traced() -> Graph:
 
 
 @contextlib.contextmanager
-def registering(adapter: Callable[[Node], Any]) -> Iterator[None]:
-    register_attention(OP, adapter)
+def registering(adapter: Callable[[Node], Any], op: Any = OP) -> Iterator[None]:
+    register_attention(op, adapter)
     try:
         yield
     finally:
-        del registry._RECOGNISERS[OP], registry._ADAPTERS[OP]
+        del registry._RECOGNISERS[op], registry._ADAPTERS[op]
 
 
 @pytest.fixture
@@ -226,6 +230,81 @@ def test_operands_that_are_no_tensors_are_no_attention(given: dict[str, Any]) ->
     assert isinstance(read_attention(node, "engine", **operands, output=node), Decline)
 
 
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("key", (2, 2, 24, 32)),
+        ("value", (2, 2, 23, 16)),
+        ("value", (2, 3, 24, 16)),
+        ("output", (2, 4, 2, 16)),
+        ("output", (2, 64)),
+    ],
+)
+def test_sizes_that_are_no_attentions(name: str, size: tuple[int, ...]) -> None:
+    graph = traced()
+    (node,) = graph.find_nodes(op="call_function", target=OP)
+    query, key, value, _ = node.args
+    operands = {"query": query, "key": key, "value": value, "output": node}
+    assert isinstance(read_attention(node, "engine", **operands), Attention)
+    with graph.inserting_before():
+        other = graph.placeholder("other")
+    other.meta["val"] = node.meta["val"].new_empty(size)
+    assert isinstance(read_attention(node, "engine", **operands | {name: other}), Decline)
+
+
+@torch.library.custom_op("fusion_pass_tests::attend_bshd", mutates_args=())
+def attend_bshd(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float = 0.5
+) -> Tensor:
+    """FlashAttention's layout: `(B, Q, Hq, D)` of `(B, S, Hkv, D)`."""
+    operands = (x.transpose(1, 2) for x in (query, key, value))
+    output = F.scaled_dot_product_attention(*operands, attn_mask=mask, scale=scale, enable_gqa=True)
+    return output.transpose(1, 2).contiguous()
+
+
+@attend_bshd.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float = 0.5
+) -> Tensor:
+    return torch.empty_like(query)
+
+
+BSHD = torch.ops.fusion_pass_tests.attend_bshd.default
+
+
+def read_bshd(node: Node) -> Attention | Decline:
+    return read_attention(node, "engine", **arguments(node), output=node, layout="BSHD")
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scale", [0.5, 0.25])
+def test_tokens_before_heads(tokens: int, masked: bool, scale: float) -> None:
+    """The numbers of tokens and heads fit either way round."""
+
+    def layer(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, mask: Tensor) -> Tensor:
+        output = attend_bshd(query, key, value, mask if masked else None, scale)
+        return output.reshape(2, tokens, -1) * torch.sigmoid(gate)
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((2, tokens, 4, 16), (2, 4, 2, 16), (2, 4, 2, 16), (2, tokens, 64))
+    operands = [torch.randn(size, generator=generator) for size in sizes]
+    operands.append(torch.rand((2, 1, tokens, 4), generator=generator) > 0.2)
+    with registering(read_bshd, BSHD), torch.no_grad():
+        found = torch.compile(layer, backend="fusion_pass", options=OPTIONS)(*operands)
+    assert counters["fusion_pass"] == {"fused": 1}
+    torch.testing.assert_close(found, layer(*operands))
+
+
+def test_a_layout_that_there_is_not() -> None:
+    (node,) = traced().find_nodes(op="call_function", target=OP)
+    query, key, value, _ = node.args
+    with pytest.raises(ValueError, match="layout must be one of BHSD, BSHD, not 'SBHD'"):
+        read_attention(
+            node, "engine", query=query, key=key, value=value, output=node, layout="SBHD"
+        )
+
+
 def test_the_uuid_knows_of_adapters() -> None:
     before = GatedAttentionPass().uuid()
     with registering(adapter):
@@ -259,20 +338,52 @@ class Engine:
     def read(self, node: Node) -> Attention | Decline:
         return scaled(node, self.scale)
 
+    @staticmethod
+    def plain(node: Node) -> Attention | Decline:
+        return scaled(node)
+
     @classmethod
-    def plain(cls, node: Node) -> Attention | Decline:
+    def bound(cls, node: Node) -> Attention | Decline:
         return scaled(node)
 
 
-class Mode(Enum):
-    ONE = 1
-    TWO = 2
+def fingerprint(function: Any) -> str | None:
+    return Identity(function).fingerprint()
+
+
+def attributed(scale: float) -> Callable[[Node], object]:
+    def read(node: Node) -> object:
+        return scaled(node, read.scale)  # type: ignore[attr-defined]
+
+    read.scale = scale  # type: ignore[attr-defined]
+    return read
+
+
+def unassigned(first: bool) -> Callable[[Node], object]:
+    """A function with two free variables, of which one has no value yet."""
+
+    def read(node: Node) -> object:
+        return one, two
+
+    if first:
+        two = 1
+    else:
+        one = 1
+    return read
+
+
+def made(text: str) -> Callable[[Node], object]:
+    """A function that no file holds."""
+    names: dict[str, Any] = {}
+    exec(compile(text, "<shell>", "exec"), names)
+    function: Callable[[Node], object] = names["read"]
+    return function
 
 
 KNOWN: dict[str, Callable[[], object]] = {
     "a function": lambda: scaled,
     "another function": lambda: adapter,
-    "a class's method": lambda: Engine.plain,
+    "a static method": lambda: Engine.plain,
     "a partial": lambda: functools.partial(scaled, scale=0.1),
     "another partial": lambda: functools.partial(scaled, scale=2.0),
     "by position": lambda: functools.partial(scaled, 0.1),
@@ -289,16 +400,29 @@ KNOWN: dict[str, Callable[[], object]] = {
     "a set": lambda: closure(frozenset((2, 1))),
     "a dtype": lambda: closure(torch.float32),
     "an operator": lambda: closure(OP),
-    "a member": lambda: closure(Mode.ONE),
-    "another member": lambda: closure(Mode.TWO),
     "a module": lambda: closure(math),
-    "a class": lambda: closure(Engine),
+    "a set of text": lambda: closure(frozenset("abcdefgh")),
+    "an attribute": lambda: attributed(0.1),
+    "another attribute": lambda: attributed(2.0),
+    "the first unassigned": lambda: unassigned(False),
+    "the second unassigned": lambda: unassigned(True),
+    "in a try": lambda: made("def read(n):\n try: n.a; n.b\n except E: pass"),
+    "after a try": lambda: made("def read(n):\n try: n.a\n except E: pass\n n.b"),
+    "one argument": lambda: made("def read(n): return n"),
+    "any arguments": lambda: made("def read(*n): return n"),
+    "by keyword": lambda: made("def read(*, n): return n"),
     "a function of C": lambda: closure(math.sin),
     "another of C": lambda: closure(math.cos),
     "one twice": lambda: closure(closure(1), closure(2)),
     "two": lambda: closure(closure(2), closure(1)),
 }
 UNKNOWN: dict[str, Callable[[], object]] = {
+    "a class": lambda: closure(Engine),
+    "a class's method": lambda: Engine.bound,
+    "a member": lambda: closure(Reason.SCALE),
+    "a module of one's own": lambda: closure(types.ModuleType("math")),
+    "a number of many digits": lambda: closure(10**5000),
+    "an attribute that is an object": lambda: attributed([1]),  # type: ignore[arg-type]
     "a method": lambda: Engine(0.1).read,
     "an object": lambda: closure(Engine(0.1)),
     "a list": lambda: closure([1]),
@@ -330,6 +454,60 @@ def test_a_function_that_calls_itself_has_a_fingerprint() -> None:
         return read(node) if node.users else None
 
     assert fingerprint(read) is not None
+
+
+def test_what_is_bound_later_counts() -> None:
+    scale = 0.1
+
+    def read(node: Node, factor: float = 1.0) -> object:
+        return scaled(node, scale * factor)
+
+    identity, seen = Identity(read), set[str | None]()
+    seen.add(identity.fingerprint())
+    scale = 2.0
+    seen.add(identity.fingerprint())
+    read.__defaults__ = (3.0,)
+    seen.add(identity.fingerprint())
+    assert len(seen) == 3
+    assert None not in seen
+
+
+def test_many_decorators_and_nested_tuples_take_no_time() -> None:
+    function: Any = scaled
+    pair: Any = ()
+    for _ in range(60):
+        function = functools.wraps(function)(functools.partial(lambda f, n: f(n), function))
+        pair = (pair, pair)
+    assert fingerprint(closure(pair)) is not None
+
+    def decorated(inner: Any) -> Any:
+        @functools.wraps(inner)
+        def outer(node: Node) -> Any:
+            return inner(node)
+
+        return outer
+
+    function = scaled
+    for _ in range(60):
+        function = decorated(function)
+    assert fingerprint(function) not in (None, fingerprint(scaled))
+
+
+def test_another_process_has_the_same_identity(tmp_path: Path) -> None:
+    file = tmp_path / "adapting.py"
+    file.write_text('def read(node):\n    return node.name in {"a", "b", "c", "d", "e"}\n')
+    program = (
+        "from adapting import read\n"
+        "from fusion_pass.patterns.fingerprint import Identity\n"
+        "print(Identity(read).fingerprint())"
+    )
+    found = set()
+    for seed in "123":
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-c", program]
+        found.add(subprocess.check_output(command, env=environment, text=True).strip())
+    assert len(found) == 1
+    assert "None" not in found
 
 
 @pytest.mark.parametrize(

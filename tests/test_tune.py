@@ -141,7 +141,9 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "table.json"
     assert main(["tune", "--output", str(output)]) == 0
     assert parse(output.read_text(), "it", 1.0).ratio(SMALL) == pytest.approx(1.5)
-    assert main(["tune", "--output", str(output), "--budget", "-1"]) == 1
+    assert main(["tune", "--output", str(output), "--budget", "1e-9"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["tune", "--output", str(output), "--budget", "-1"])
 
 
 def test_the_package_does_not_import_the_benchmarks() -> None:
