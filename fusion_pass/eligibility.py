@@ -2,67 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fusion_pass import inductor
-from fusion_pass.config import Config
+from fusion_pass.guards import Context, numerics, strides, unasked_device
 from fusion_pass.launch import (
     LaunchConfig,
-    Limits,
     Problem,
     Unlaunchable,
     choose,
     device_limits,
 )
-from fusion_pass.patterns import Decline, GatedAttention, GatedOpaque, Mask, Reason
+from fusion_pass.patterns import Decline, GatedAttention, Mask, Reason
 from fusion_pass.patterns.trace import tensor
-from fusion_pass.storage import is_view, storage_root, storage_writers
 
-_STRIDE_READERS = (
-    torch.ops.aten.as_strided.default,
-    torch.ops.aten.as_strided_scatter.default,
-    torch.ops.aten.as_strided_copy.default,
-    torch.ops.aten.view.dtype,
-)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_QUERY_TOKENS = 16
 MAX_GROUP = 64
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 512, 8
-
-
-@dataclass(frozen=True)
-class Context:
-    """What the guards look at besides the match: the graph, the settings and the way of running.
-
-    `assumed` is the GPU that the graph is judged for, whatever device its tensors are on.
-    """
-
-    graph: Graph
-    config: Config
-    is_inference: bool
-    numerics: str
-    assumed: Limits | None = None
-
-    @functools.cached_property
-    def _writers(self) -> dict[Node, list[Node]]:
-        return storage_writers(self.graph)
-
-    def mutated_before(self, operand: Node, reader: Node, since: Node | None = None) -> bool:
-        """Whether the storage of `operand` is written before `reader`.
-
-        Only what is written after `since` counts, or after `operand` is made.
-        """
-        if not self._writers:
-            return False
-        first = since or operand
-        writers = self._writers.get(storage_root(operand), ())
-        return any(first < writer < reader for writer in writers)
 
 
 def operands(match: GatedAttention) -> list[Node]:
@@ -75,15 +36,6 @@ def operands(match: GatedAttention) -> list[Node]:
     ]
     found += match.mask.inputs if match.mask else ()
     return found + ([match.attention.sinks.node] if match.attention.sinks else [])
-
-
-def check_purpose(context: Context) -> Decline | None:
-    """Whether the graph is for inference, whatever is in it."""
-    if context.is_inference:
-        return None
-    return Decline(
-        Reason.TRAINING, "a gradient may be needed; run under torch.no_grad() or inference_mode()"
-    )
 
 
 def check(match: GatedAttention, context: Context) -> Decline | None:
@@ -126,17 +78,6 @@ def _device(match: GatedAttention, context: Context) -> Decline | None:
     except Unlaunchable as unsupported:
         return Decline(Reason.DEVICE, str(unsupported))
     return None
-
-
-def unasked_device(device: torch.device, context: Context) -> Decline | None:
-    """Whether the settings leave alone what runs on a device of this type, or the assumed one."""
-    kind = context.assumed.kind if context.assumed else device.type
-    if kind in context.config.devices:
-        return None
-    return Decline(
-        Reason.DEVICE,
-        f"it runs on {kind}; the setting devices is {', '.join(context.config.devices)}",
-    )
 
 
 def _ahead_of_time() -> Decline | None:
@@ -228,6 +169,13 @@ def _query_tokens(match: GatedAttention, context: Context) -> Decline | None:
     return Decline(Reason.QUERY_TOKENS, f"{found}; {most}")
 
 
+def _keys(match: GatedAttention, context: Context) -> Decline | None:
+    length = match.attention.sizes.kv_length
+    if not isinstance(length, int) or length > 0:
+        return None
+    return Decline(Reason.KEY_VALUE_LAYOUT, "K and V have no tokens")
+
+
 def _head_dim(match: GatedAttention, context: Context) -> Decline | None:
     for dim in (match.attention.sizes.head_dim, match.attention.sizes.value_dim):
         whole = isinstance(dim, int) and dim % HEAD_DIM_STEP == 0
@@ -251,39 +199,6 @@ def _group(match: GatedAttention, context: Context) -> Decline | None:
     )
 
 
-def numerics(match: GatedAttention | GatedOpaque, context: Context) -> Decline | None:
-    """What eager torch rounds at every step is not computed by the kernels."""
-    if context.numerics != "eager":
-        return None
-    if isinstance(match, GatedAttention) and match.attention.is_narrowed:
-        return Decline(
-            Reason.NUMERICS,
-            "a cast rounds the logits or the weights in eager torch; leave them in the dtype of "
-            "their matmul, or in float32, or use the numerics compiled or fp32",
-        )
-    if not match.gate.sigmoid.is_spelled_out:
-        return None
-    return Decline(
-        Reason.NUMERICS,
-        "a sigmoid written as 1 / (1 + exp(-x)) rounds at every step in eager torch; write "
-        "torch.sigmoid(x), or use the numerics compiled or fp32",
-    )
-
-
-def strides(match: GatedAttention | GatedOpaque, context: Context) -> Decline | None:
-    """The result is contiguous, whatever the product's strides were."""
-    pending, seen = [match.gate.product.node], set[Node]()
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            if user.target in _STRIDE_READERS:
-                return Decline(Reason.STRIDES_USED, f"{user.name} reads the product by its strides")
-            if user not in seen and is_view(user):
-                seen.add(user)
-                pending.append(user)
-    return None
-
-
 def _mutation(match: GatedAttention, context: Context) -> Decline | None:
     for operand in operands(match):
         if context.mutated_before(operand, match.gate.product.node):
@@ -301,6 +216,7 @@ _GUARDS: tuple[Callable[[GatedAttention, Context], Decline | None], ...] = (
     _sinks_dtype,
     _scale,
     _query_tokens,
+    _keys,
     _head_dim,
     _group,
     _device,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fusion_pass.eligibility import Context, numerics, strides, unasked_device
+from fusion_pass.guards import Context, numerics, strides, unasked_device
 from fusion_pass.patterns import Decline, GatedAttention, GatedOpaque, Pages, Reason
 from fusion_pass.patterns.trace import tensor
 

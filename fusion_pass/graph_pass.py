@@ -30,6 +30,7 @@ from fusion_pass import (
 from fusion_pass.config import Config, ConfigError
 from fusion_pass.dump import Recorder
 from fusion_pass.frame_stack import roomy
+from fusion_pass.guards import Context, check_purpose
 from fusion_pass.inductor import InferenceGraphPass, traced_for_inference
 from fusion_pass.insertion import MisfitError
 from fusion_pass.launch import Limits
@@ -93,7 +94,7 @@ class GatedAttentionPass(InferenceGraphPass):
         if is_inference is None:
             is_inference = traced_for_inference()
         numerics = "eager" if inductor_config.emulate_precision_casts else self.config.numerics
-        context = eligibility.Context(graph, self.config, is_inference, numerics, assumed)
+        context = Context(graph, self.config, is_inference, numerics, assumed)
         judge = Judge(self.config, is_assumed=assumed is not None)
         sites = []
         for node in patterns.candidates(graph):
@@ -122,7 +123,7 @@ class GatedAttentionPass(InferenceGraphPass):
         settings = self.config.cache_key(), check.is_asked_for()
         return source_digest(), versions, settings, gpus, tables, adapters
 
-    def _visit(self, node: Node, context: eligibility.Context, judge: Judge) -> Site | None:
+    def _visit(self, node: Node, context: Context, judge: Judge) -> Site | None:
         """Fuse the attention at `node`, if it is one and can be; a fault leaves the graph alone."""
         site = None
         try:
@@ -140,10 +141,8 @@ class GatedAttentionPass(InferenceGraphPass):
             _logger.warning("%s is left as it was: %s", node.name, fault, exc_info=True)
             return description.faulted(site or description.unknown(node), node, fault)
 
-    def _fuse(
-        self, found: Recognition, site: Site, context: eligibility.Context, judge: Judge
-    ) -> Site:
-        if refusal := eligibility.check_purpose(context) or selfcheck.check():
+    def _fuse(self, found: Recognition, site: Site, context: Context, judge: Judge) -> Site:
+        if refusal := check_purpose(context) or selfcheck.check():
             return description.declined(site, refusal)
         match = found.outcome
         if isinstance(match, Decline):
@@ -169,7 +168,7 @@ class GatedAttentionPass(InferenceGraphPass):
         rewrite.fuse(context.graph, plan, context.numerics)
         return fused
 
-    def _fuse_opaque(self, match: GatedOpaque, site: Site, context: eligibility.Context) -> Site:
+    def _fuse_opaque(self, match: GatedOpaque, site: Site, context: Context) -> Site:
         if refusal := eligibility_opaque.check_opaque(match, context):
             return description.declined(site, refusal)
         if self.config.policy == "never":

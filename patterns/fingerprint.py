@@ -62,8 +62,9 @@ class _Hasher:
 
     def __init__(self, files: dict[str, str]) -> None:
         self._files = files
-        # Of each part by its id, which is its own as long as the whole is held.
+        # Of each part by its id, which is its own for as long as the part is held here.
         self._hashes: dict[int, str] = {}
+        self._held: list[Any] = []
 
     def hash(self, value: Any) -> str:
         """A hash that values of other meanings do not have."""
@@ -71,6 +72,7 @@ class _Hasher:
         if kind in _PLAIN or isinstance(value, _NAMED):
             return _digest(kind.__name__, repr(value))
         if id(value) not in self._hashes:
+            self._held.append(value)
             # Of a function that reaches itself: the how manieth part it is.
             self._hashes[id(value)] = f"part {len(self._hashes)}"
             self._hashes[id(value)] = self._compound(kind, value)

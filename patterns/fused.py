@@ -83,8 +83,6 @@ def _refuse_causal(producer: _Producer, found: Attention | Decline) -> Decline |
     """Whether `is_causal` may not mean that query token `i` sees the keys `0` to `i`."""
     if isinstance(found, Decline) or not found.is_causal:
         return None
-    if found.mask is not None:
-        return Decline(Reason.CAUSAL, "is_causal=True together with a mask")
     square = same(found.sizes.query_tokens, found.sizes.kv_length)
     if square or producer.target is not aten._scaled_dot_product_flash_attention.default:
         return None

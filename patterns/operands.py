@@ -45,7 +45,7 @@ def read_attention(
         output: `(B, Hq, Q, Dv)`, the node that holds the result, in the dtype of the query.
         mask: None, or a node that is broadcast from the right to `(B, Hq, Q, S)`: boolean (True
             attends) or floating (added to the scaled logits).
-        is_causal: query token `i` sees the keys `0` to `i`.
+        is_causal: query token `i` sees the keys `0` to `i`; not beside a mask.
         scale: factor of the logits; None is `1 / sqrt(D)`.
         masked_row: `"zero"` or `"nan"`, the result of a row whose logits are all -inf.
         lowest_bias: what is added to a logit counts as -inf below this.
@@ -74,6 +74,12 @@ def read_attention(
     masking = _mask(sizes, mask)
     if isinstance(masking, Decline):
         return masking
+    if is_causal and masking is not None:
+        return Decline(Reason.CAUSAL, "is_causal=True together with a mask")
+    if tensor(output).dtype != tensor(query).dtype:
+        return Decline(
+            Reason.DTYPE, f"the output is {tensor(output).dtype}, the query {tensor(query).dtype}"
+        )
     return Attention(
         node=node,
         producer=producer,

@@ -26,8 +26,9 @@ def checked(node: Node, found: Any) -> Attention | OpaqueAttention | Decline | N
 
     Raises:
         TypeError: it is nothing that an adapter may return, or has a field of another type.
-        ValueError: it is about another call, rows without a live key become what is not known, or
-            its gated form cannot be called in the place of the operator.
+        ValueError: it is about another call, is causal beside a mask, rows without a live key
+            become what is not known, or its gated form cannot be called in the place of the
+            operator.
     """
     if found is None:
         return None
@@ -52,6 +53,8 @@ def checked(node: Node, found: Any) -> Attention | OpaqueAttention | Decline | N
             f"the adapter of {op} returned Attention with masked_row={found.masked_row!r}; give "
             f"one of {', '.join(_MASKED_ROWS)}"
         )
+    if isinstance(found, Attention) and found.is_causal and found.mask is not None:
+        raise ValueError(f"the adapter of {op} returned Attention with is_causal beside a mask")
     if isinstance(found, OpaqueAttention):
         _check_gated(op, found.gated)
     if not isinstance(found, Decline) and not _is_of(node, found):

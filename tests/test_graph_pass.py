@@ -222,13 +222,17 @@ class TestFaults:
 
 class TestUuid:
     def test_equal_settings_give_equal_ids(self) -> None:
-        assert GatedAttentionPass().uuid() == GatedAttentionPass(strict=True).uuid()
+        settings = {"devices": ("cpu", "cuda")}, {"devices": ("cuda", "cpu", "cuda")}
+        first, second = (GatedAttentionPass(**each).uuid() for each in settings)
+        assert first == second
 
     @pytest.mark.parametrize("settings", [{"dump": "folder"}, {"log": "info"}])
     def test_telling_switches_the_caches_off(self, settings: dict[str, Any]) -> None:
         assert GatedAttentionPass(**settings).uuid() is None
 
-    @pytest.mark.parametrize("settings", [{"devices": ("cpu",)}, {"numerics": "eager"}])
+    @pytest.mark.parametrize(
+        "settings", [{"devices": ("cpu",)}, {"numerics": "eager"}, {"strict": True}]
+    )
     def test_settings_that_change_the_rewrite_change_it(self, settings: dict[str, Any]) -> None:
         assert GatedAttentionPass().uuid() != GatedAttentionPass(**settings).uuid()
 

@@ -296,6 +296,57 @@ def test_tokens_before_heads(tokens: int, masked: bool, scale: float) -> None:
     torch.testing.assert_close(found, layer(*operands))
 
 
+def read_with(node: Node, **others: Any) -> Attention | Decline:
+    query, key, value, _ = node.args
+    operands = {"query": query, "key": key, "value": value, "output": node}
+    return read_attention(node, "engine", **operands | others)
+
+
+def given(node: Node, size: tuple[int, ...], dtype: torch.dtype) -> Node:
+    """An input of the graph of `node`, before everything else."""
+    with node.graph.inserting_before(next(iter(node.graph.nodes))):
+        added = node.graph.placeholder("given")
+    added.meta["val"] = node.meta["val"].new_empty(size, dtype=dtype)
+    return added
+
+
+def test_what_read_attention_does_not_take() -> None:
+    (node,) = traced().find_nodes(op="call_function", target=OP)
+    mask = given(node, (2, 1, 1, 24), torch.bool)
+    assert isinstance(read_with(node, mask=mask), Attention)
+    assert isinstance(read_with(node, is_causal=True), Attention)
+    found = read_with(node, mask=mask, is_causal=True)
+    assert isinstance(found, Decline)
+    assert found.reason is Reason.CAUSAL
+    found = read_with(node, output=given(node, (2, 4, 1, 16), torch.float64))
+    assert isinstance(found, Decline)
+    assert found.reason is Reason.DTYPE
+
+
+def test_a_causal_mask_beside_another_is_the_adapters_fault() -> None:
+    def both(node: Node) -> Attention | Decline:
+        found = read_with(node, mask=given(node, (2, 1, 1, 24), torch.bool))
+        assert isinstance(found, Attention)
+        return dataclasses.replace(found, is_causal=True)
+
+    with registering(both):
+        (site,) = GatedAttentionPass(devices=("cpu",)).rewrite(traced(), True).sites
+    assert site.reason == Reason.INTERNAL.value
+    assert "is_causal beside a mask" in site.detail
+
+
+def test_no_keys() -> None:
+    def layer(query: Tensor, key: Tensor, value: Tensor, gate: Tensor) -> Tensor:
+        return attend(query, key[:, :, :0], value[:, :, :0], 0).flatten(1)[:, None] * gate.sigmoid()
+
+    mode = fake_mode()
+    with registering(adapter):
+        graph = trace(layer, *map(mode.from_tensor, inputs())).graph
+        report = GatedAttentionPass(devices=("cpu",), strict=True).rewrite(graph, True)
+    (site,) = report.sites
+    assert (site.reason, site.detail) == ("key-value-layout", "K and V have no tokens")
+
+
 def test_a_layout_that_there_is_not() -> None:
     (node,) = traced().find_nodes(op="call_function", target=OP)
     query, key, value, _ = node.args
@@ -372,6 +423,13 @@ def unassigned(first: bool) -> Callable[[Node], object]:
     return read
 
 
+def defaulted(scale: float) -> Callable[[Node], object]:
+    def read(node: Node, factor: float = scale, *, other: float = scale) -> object:
+        return scaled(node, factor * other)
+
+    return read
+
+
 def made(text: str) -> Callable[[Node], object]:
     """A function that no file holds."""
     names: dict[str, Any] = {}
@@ -413,6 +471,12 @@ KNOWN: dict[str, Callable[[], object]] = {
     "by keyword": lambda: made("def read(*, n): return n"),
     "a function of C": lambda: closure(math.sin),
     "another of C": lambda: closure(math.cos),
+    "a default of a function bound": lambda: closure(functools.partial(scaled, (0.1,)), (0.1,)),
+    "another of a function bound": lambda: closure(functools.partial(scaled, (0.1,)), (2.0,)),
+    "partials": lambda: closure(*(functools.partial(scaled, scale=x) for x in (0.1, 0.1))),
+    "other partials": lambda: closure(*(functools.partial(scaled, scale=x) for x in (0.1, 2.0))),
+    "defaults": lambda: closure(*(defaulted(x) for x in (0.1, 0.1))),
+    "other defaults": lambda: closure(*(defaulted(x) for x in (0.1, 2.0))),
     "one twice": lambda: closure(closure(1), closure(2)),
     "two": lambda: closure(closure(2), closure(1)),
 }
