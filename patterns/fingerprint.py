@@ -49,7 +49,7 @@ class Identity:
         self.fingerprint()
 
     def fingerprint(self) -> str | None:
-        """The hash; None if the function is bound to anything else, such as an object."""
+        """The hash; None if the function is bound to anything else, or to itself."""
         try:
             return _Hasher(self._files).hash(self._function)
         except Exception:
@@ -65,6 +65,7 @@ class _Hasher:
         # Of each part by its id, which is its own for as long as the part is held here.
         self._hashes: dict[int, str] = {}
         self._held: list[Any] = []
+        self._open: set[int] = set()
 
     def hash(self, value: Any) -> str:
         """A hash that values of other meanings do not have."""
@@ -72,9 +73,11 @@ class _Hasher:
         if kind in _PLAIN or isinstance(value, _NAMED):
             return _digest(kind.__name__, repr(value))
         if id(value) not in self._hashes:
+            if id(value) in self._open:
+                # A function that reaches itself: no hash of its parts comes first.
+                raise _UnknownError
             self._held.append(value)
-            # Of a function that reaches itself: the how manieth part it is.
-            self._hashes[id(value)] = f"part {len(self._hashes)}"
+            self._open.add(id(value))
             self._hashes[id(value)] = self._compound(kind, value)
         return self._hashes[id(value)]
 
